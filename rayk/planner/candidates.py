@@ -293,6 +293,10 @@ class Space:
     ) -> tuple[EngineSide, int] | None:
         """Make a kind of engine and its number of blocks; None where it cannot be, which is noted."""
         name = f"TP {tp} with {num_drafts} drafts" if num_drafts else f"TP {tp}"
+        asked = self.spec.search.speculative
+        if num_drafts and asked is not None and asked.method != "ngram":
+            self.refused[name] = f"drafts by {asked.method}: what a drafter keeps in memory is not counted"
+            return None
         if tp > self.machine.largest:
             self.refused[name] = f"{name}: the largest node has {self.machine.largest} GPUs"
             return None

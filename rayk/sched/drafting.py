@@ -93,6 +93,11 @@ class Drafting:
         self._asked: list[tuple[RequestState, int]] = []
 
     @property
+    def asked(self) -> Sequence[tuple[RequestState, int]]:
+        """The requests of the last plan for which tokens are to be proposed, and how many, until `take`."""
+        return self._asked
+
+    @property
     def has_rollbacks(self) -> bool:
         """Whether states of tokens that were not accepted stand in blocks."""
         return bool(self._rollbacks)

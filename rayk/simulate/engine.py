@@ -21,9 +21,8 @@ from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.parallel.shard import EngineShape
 from rayk.sched.batching import Scheduler
-from rayk.sched.drafting import Drafting
 from rayk.simulate.clock import TURNS, Event, EventQueue, LocalClock
-from rayk.simulate.drafts import SimDrafter
+from rayk.simulate.drafts import SimDrafter, drafts_on_ranks
 from rayk.simulate.late_sink import LateSink, TookTokens
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.outcome import SimEngineAccount
@@ -98,7 +97,9 @@ class SimEngine:
             max_positions=model.max_positions,
             eos_token_ids=(rule.end,),
             num_stages=config.pp,
-            drafting=_drafting(config, manager, rule, drafts, seed),
+            drafting=make_drafting(
+                config, manager, None if drafts_on_ranks(config) else _drafter(config, rule, drafts, seed)
+            ),
         )
         self.handover = TransferHandover(engine=name, epoch=epoch, shape=EngineShape(), offload=offload)
         self.leader = SimLeader(
@@ -112,7 +113,14 @@ class SimEngine:
             fast_prefill=config.fast_prefill,
             clock=self.clock,
         )
-        self.rank = SimRank(self.clock, timer, runs_ahead=runs_ahead(config), slow=slow)
+        self.leader.proposer = _drafter(config, rule, drafts, seed)
+        self.rank = SimRank(
+            self.clock,
+            timer,
+            runs_ahead=runs_ahead(config),
+            slow=slow,
+            drafts_on_ranks=drafts_on_ranks(config),
+        )
         self.extension = None if join is None else join(self)
         self.loop = EngineLoop(
             cast("EngineRank", self.rank),
@@ -371,10 +379,7 @@ def runs_ahead(config: EngineConfig) -> bool:
     return config.async_scheduling == "always" or config.device == "cuda"
 
 
-def _drafting(
-    config: EngineConfig, manager: KVCacheManager, rule: TokenRule, rates: DraftRates | None, seed: int
-) -> Drafting | None:
-    """Make what adds drafts to an engine's steps, as many of them right as `rates` say; None: it does not."""
-    if config.speculative is None:
-        return None
-    return make_drafting(config, manager, SimDrafter(config.speculative.num_tokens, rule, rates, seed=seed))
+def _drafter(config: EngineConfig, rule: TokenRule, rates: DraftRates | None, seed: int) -> SimDrafter | None:
+    """Make what proposes tokens, as many of them right as `rates` say; None: the engine does not draft."""
+    wanted = config.speculative
+    return None if wanted is None else SimDrafter(wanted.num_tokens, rule, rates, seed=seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from rayk.engine.sampling import PendingTokens
 from rayk.handover.handover import TransferHandover
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
+from rayk.sched.drafting import Drafter
 from rayk.sched.request_state import RequestState
 from rayk.simulate.late_sink import LateSink
 from rayk.simulate.tokens import SimOutput, TokenRule
@@ -36,6 +37,8 @@ class SimLeader(Leader):
     ) -> None:
         self._rule = rule
         self._on_post = on_post
+        self.proposer: Drafter | None = None
+        """Says what a drafter on ranks proposes."""
         super().__init__(scheduler, manager, *others, **settings)
 
     @property
@@ -83,6 +86,13 @@ class SimLeader(Leader):
                     found[name] = outputs(name).token(number)
         tokens = StepTokens(token_ids=found, accepted=verified)
         return PendingTokens(tokens=NO_TOKENS, finish=lambda _: tokens)
+
+    def take_proposals(self, proposals: Sequence[Sequence[int]], drawn_from: Mapping[int, Any]) -> None:
+        """Keep what `proposer` says in place of ranks."""
+        drafting = self.scheduler.drafting
+        assert drafting is not None
+        assert self.proposer is not None, "an engine with a drafter on its ranks has one"
+        drafting.take([self.proposer.propose(state, num) for state, num in drafting.asked])
 
     def _deliver(self, state: RequestState, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Tell of a request's last token; at once only if there is more to say than that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from rayk.costs import DecodeRun, EngineCosts, StepFeatures, step_features
 from rayk.costs.table import quantile
 from rayk.simulate.clock import LocalClock
 from rayk.types.batch import Rollback, ScheduledBatch
+from rayk.types.drafting import DraftPlan
 from rayk.types.speculative import SpeculativeConfig
 
 NO_LOGITS = torch.empty(0)
@@ -100,14 +101,21 @@ class SimRank:
     """
 
     def __init__(
-        self, clock: LocalClock, timer: StepTimer, *, runs_ahead: bool = False, slow: Slow | None = None
+        self,
+        clock: LocalClock,
+        timer: StepTimer,
+        *,
+        runs_ahead: bool = False,
+        slow: Slow | None = None,
+        drafts_on_ranks: bool = False,
     ) -> None:
-        """`slow`: None: nothing else runs on its host."""
+        """`slow`: None: nothing else runs on its host. `drafts_on_ranks`: it has a drafter."""
         self.comm: Any = SimpleNamespace(rank=0, size=1)
         self.comms: Any = SimpleNamespace(before=None, after=None)
         self.stage = 0
         self.why_not_ahead = None if runs_ahead else "it computes before it returns"
-        self.drafter = None
+        self.drafter = drafts_on_ranks or None
+        self.drawn_from: Mapping[int, Sequence[torch.Tensor]] = {}
         self.timer = timer
         self.features: deque[StepFeatures] = deque()  # of the steps that nobody has counted yet
         self.measure: Callable[[], int] = lambda: 0
@@ -147,6 +155,12 @@ class SimRank:
             took_ns = self._slow.work(self._clock.end_ns, took_ns)
         self._clock.advance(took_ns)
         return took_ns
+
+    def propose(self, batch: ScheduledBatch, plan: DraftPlan) -> torch.Tensor:
+        """Propose nothing: what a drafter on ranks says is the leader's business (SimLeader.proposer), and
+        its time is a part of the turns of engines that draft."""
+        del batch, plan
+        return NO_LOGITS
 
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
         """Do nothing: it has no states. Copying them takes no time in any table."""

@@ -12,6 +12,7 @@ from rayk.kv.formats import engine_format
 from rayk.models.config import DecoderConfig
 from rayk.simulate.arrivals import Arrival, ArrivalSource, InOrder
 from rayk.simulate.deaths import EngineDeath
+from rayk.simulate.drafts import drafts_on_ranks
 from rayk.simulate.fleet import OnRow, SimFleet
 from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
@@ -96,6 +97,7 @@ def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str |
     hands_over = cell.decode is not None if server is None else not server.is_aggregated
     settings = server or cell.spec
     transfer, offload = settings.transfer, settings.offload
+    on_ranks = any(drafts_on_ranks(engine) for engine in engines)
     problems = {
         cell.unsupported or "": cell.unsupported is not None,
         "engines of vLLM": not cell.is_rayks,
@@ -103,9 +105,9 @@ def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str |
         "KV formats that differ (kv_dtype)": hands_over and len(formats) > 1,
         "faults": bool(cell.faults),
         "pipelines (pp over 1)": any(engine.pp > 1 for engine in engines),
-        "drafters on ranks (speculative.method)": any(
-            e.speculative is not None and e.speculative.method != "ngram" for e in engines
-        ),
+        "hand-overs of drafters on ranks (speculative.method)": on_ranks and hands_over,
+        "prefix caches of drafters on ranks (speculative.method)": on_ranks and engines[0].prefix_caching,
+        "host tiers of drafters on ranks (speculative.method)": on_ranks and offload.settings() is not None,
         "a disk tier (offload.disk_folder)": offload.disk_folder is not None,
         "hand-overs through a host tier (transfer.path: host)": hands_over and transfer.path == "host",
         "outboxes of a host tier (offload.outbox_mib)": has_outboxes(offload, engines[0].device),

@@ -107,6 +107,12 @@ def test_drafts_that_nobody_measured_are_left_out_and_told_of(
     assert any(why in note and "--drafts" in note for note in found.facts["search"]["notes"])
 
 
+def test_drafters_on_ranks_are_left_out_by_name(tmp_path: Path) -> None:
+    found = planned(tmp_path, drafting_book(table(one=12.0)), drafts={"method": "mtp"})
+    assert set(found.plans["num_drafts"]) == {0}
+    assert any(note.startswith("drafts by mtp") for note in found.facts["search"]["notes"])
+
+
 def test_steps_with_more_drafts_than_were_measured_are_refused(tmp_path: Path) -> None:
     narrow = replace(table(one=1.0), hull=Hull(bounds={"num_tokens": (0, 2)}))
     found = planned(tmp_path, drafting_book(narrow))

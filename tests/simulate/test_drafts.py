@@ -143,3 +143,20 @@ def test_engines_whose_drafts_nobody_measured_are_refused() -> None:
         assert (refused.value.where, "--drafts TOKENS" in refused.value.mend) == ("old", True)
         simulated(None, book=book)
     assert costs.turns_of(None) is None
+
+
+def test_drafters_on_ranks_propose_as_often_right_and_take_time_in_every_turn() -> None:
+    """Of three tokens, all of which are right, and none."""
+    sampling, wanted = {"max_tokens": 10}, {"method": "mtp", "num_tokens": 3}
+    turns = StepTable(terms=("one", "tokens"), constants=(200_000.0, 7_000.0))
+    book = CostBook(any_engine=EngineCosts.flat(STEP_NS, TOKEN_NS, drafting={"mtp x3": turns}), folder="flat")
+    sure = simulated(DraftRates((1.0,) * 3), num=1, book=book, sampling=sampling, speculative=wanted)
+    (row,) = sure.requests
+    assert (row.drafted_by_position, row.accepted_by_position) == ([2, 2, 2], [2, 2, 2])
+    assert [step.num_tokens for step in sure.steps] == [12, 4, 4, 1]
+    assert [step.turn_ns - step.model_ns for step in sure.steps] == [
+        200_000 + 7_000 * n for n in (12, 4, 4, 1)
+    ]
+    wrong = simulated(DraftRates((0.0,) * 3), num=1, book=book, sampling=sampling, speculative=wanted)
+    assert wrong.requests[0].output_token_ids == row.output_token_ids
+    assert [step.num_tokens for step in wrong.steps] == [12, *[4] * 6, 3, 2, 1]

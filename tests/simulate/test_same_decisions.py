@@ -23,6 +23,7 @@ from rayk.parallel.shard import EngineShape
 from rayk.sched.drafting import Drafter
 from rayk.sched.request_state import RequestState
 from rayk.simulate.clock import EventQueue
+from rayk.simulate.drafts import drafts_on_ranks
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.rank import StepTimer
 from rayk.simulate.tokens import SimOutput, TokenRule
@@ -161,8 +162,8 @@ class Proposed:
 class Foretold:
     """Proposes what that one did."""
 
-    def __init__(self, proposed: Proposed) -> None:
-        self.num_tokens, self._found = proposed.num_tokens, proposed.found
+    def __init__(self, num_tokens: int, found: Mapping[tuple[str, int, int], tuple[int, ...]]) -> None:
+        self.num_tokens, self._found = num_tokens, found
 
     def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
         return self._found[state.request_id, len(state.tokens), num_tokens]
@@ -178,7 +179,9 @@ def simulated(
     rule = Noted(model, real.outputs)
     timer = StepTimer(EngineCosts.flat(STEP_NS))
     engine = SimEngine(world, "prefill0", "aggregated", config, model, timer, rule, fast=False)
-    if drafter is not None:
+    if drafter is not None and drafts_on_ranks(config):
+        engine.leader.proposer = drafter
+    elif drafter is not None:
         engine.scheduler.drafting = make_drafting(config, engine.manager, drafter)
     # Tokens end nothing here: the real engine's requests ignore its EOS.
     engine.scheduler._eos_token_ids = frozenset()
@@ -272,7 +275,7 @@ def test_decisions_of_engines_that_draft_are_equal(
         drafting = real.leader.scheduler.drafting = make_drafting(config, real.leader.manager, proposed)
         real.run(asked)
         assert real.outputs == before.outputs
-        found = simulated(config, real, asked, Foretold(proposed))
+        found = simulated(config, real, asked, Foretold(3, proposed.found))
         for mine, theirs in zip(found, real.batches, strict=False):
             assert mine == theirs
         assert len(found) == len(real.batches)
@@ -282,3 +285,40 @@ def test_decisions_of_engines_that_draft_are_equal(
         num_accepted += drafting.counts.num_accepted_tokens
     assert num_preempted > 0
     assert num_drafted > num_accepted > 10, (num_drafted, num_accepted)
+
+
+@one_per()
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-hybrid"])
+def test_decisions_of_engines_with_a_drafter_on_their_ranks_are_equal(
+    model_of: Callable[[str], Path], name: str
+) -> None:
+    """The model drafts for itself; what it proposed is told to the simulated engine."""
+    path, case = model_of(name), CASES[name]
+    config = EngineConfig(
+        model=str(path),
+        num_blocks=case.num_blocks,
+        max_batch_tokens=12,
+        max_seqs=4,
+        block_size=4,
+        speculative=SpeculativeConfig(method="draft", model=str(path), num_tokens=2),
+    )
+    asked = [replace(one, max_tokens=one.max_tokens + 6) for one in requests(1, case.unit, num=8)]
+    real = RealEngine(config)
+    drafting = real.leader.scheduler.drafting
+    assert drafting is not None
+    found: dict[tuple[str, int, int], tuple[int, ...]] = {}
+    take = drafting.take
+
+    def noted(proposals: Sequence[Sequence[int]], *others: Any) -> None:
+        for (state, num), tokens in zip(drafting.asked, proposals, strict=True):
+            found[state.request_id, len(state.tokens), num] = tuple(tokens[:num])
+        take(proposals, *others)
+
+    drafting.take = noted  # type: ignore[method-assign]
+    real.run(asked)
+    simulated_batches = simulated(config, real, asked, Foretold(2, found))
+    for mine, theirs in zip(simulated_batches, real.batches, strict=False):
+        assert mine == theirs
+    assert len(simulated_batches) == len(real.batches)
+    assert drafting.counts.num_accepted_tokens > 10
+    assert real.leader.scheduler.num_preemptions > 0
