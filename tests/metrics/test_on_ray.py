@@ -7,7 +7,7 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def run(
         "device": "cpu",
         "prompts": {"random": {"count": 4, "input_tokens": [5, 37, 300, 37], "seed": 0}},
         "sampling": {"max_tokens": 12, "ignore_eos": True},
+        "speculative": {"method": "ngram", "num_tokens": 3, "prompt_lookup_min": 1},
         "matrix": [{"prefill.tp": 2, "decode.tp": 1}],
         "checks": ["tokens", "kv_bytes"],
     }
@@ -127,6 +128,25 @@ def test_counters_are_the_sums_of_the_rows(run: tuple[Any, list[Sample]]) -> Non
     assert total(samples, "rayk_requests_total") == 2 * len(rows), "and of nothing else"
     assert total(samples, "rayk_request_outcomes_total", finish_reason="length") == len(rows)
     assert total(samples, "rayk_request_outcomes_total") == len(rows), "once, wherever it ran"
+
+
+def test_drafts_are_those_of_the_rows(run: tuple[Any, list[Sample]]) -> None:
+    outcome, samples = run
+    of = {"engine": "decode0", "rank": "0", "role": "decode"}
+    drafted, accepted = (
+        [sum(at) for at in zip_longest(*(getattr(r, name) for r in outcome.requests), fillvalue=0)]
+        for name in ("drafted_by_position", "accepted_by_position")
+    )
+    name = "rayk_spec_decode_num"
+    assert total(samples, f"{name}_drafts_total", **of) == drafted[0] > 0
+    assert total(samples, f"{name}_draft_tokens_total", **of) == sum(drafted)
+    assert total(samples, f"{name}_accepted_tokens_total", **of) == sum(accepted)
+    for position, number in enumerate(accepted):
+        told = total(samples, f"{name}_accepted_tokens_per_pos_total", position=str(position), **of)
+        assert told == number
+    assert total(samples, f"{name}_drafts_total") == drafted[0], (
+        "where prompts are computed nothing is proposed"
+    )
 
 
 def test_what_did_not_happen_stands_at_zero(run: tuple[Any, list[Sample]]) -> None:
