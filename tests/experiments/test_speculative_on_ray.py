@@ -16,6 +16,7 @@ from tests.markers import nixl, ray, thorough
 pytestmark = [ray, nixl, pytest.mark.timeout(400)]
 NUM_TOKENS = 4
 MAX_TOKENS = 40
+KILLED = {"kind": "kill", "point": "prefill", "step": 1}
 
 
 def spec_of(model: Path, prompts: Path, matrix: Any) -> dict[str, Any]:
@@ -82,3 +83,21 @@ def test_drafted_cells_have_the_tokens_of_transformers_and_say_what_was_proposed
 
 def rows_of(requests: Any, cell_id: str) -> Any:
     return requests[requests["cell_id"] == cell_id].sort_values("prompt_index")
+
+
+@thorough
+def test_what_ranks_that_died_owed_is_foreseen_all_the_same(
+    prompts: Path, ray_address: Any, checkpoint: Any, tmp_path: Path
+) -> None:
+    """The model drafts for itself: where rows of draft layers are right, all that it proposes is accepted."""
+    model = checkpoint("qwen3")
+    spec = spec_of(model, prompts, {"prefill.tp": [2], "decode.tp": [1]})
+    spec["speculative"] = {"method": "draft", "model": str(model), "num_tokens": NUM_TOKENS}
+    spec |= {"failure_policy": "recompute", "faults": [KILLED], "transfer": {"lease_s": 1.5}}
+    spec["deadlines"] = {"cell_s": 90.0, "request_s": 60.0, "transfer_s": 3.0}
+    Experiment(spec).run(tmp_path / "run", address=ray_address)
+    result = load(tmp_path / "run")
+    (cell,) = result.cells.to_dict("records")
+    assert cell["verdict"] == "PASS", cell["reason"]
+    assert (result.requests["num_attempts"] > 1).any(), "a rank died"
+    assert cell["num_accepted"] == cell["num_drafted"] > 0

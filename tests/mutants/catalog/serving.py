@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from tests.mutants.mutant import Catalog
@@ -215,6 +216,102 @@ def _(original, rows, ids, drafted):
 )
 def _(original, self, draft):
     return [self.mask()] * (1 + len(draft))
+
+
+@SERVING.twin(
+    "rows of a drafter take the token before the one that they are to take",
+    "rayk.engine.proposing:Proposing._rows",
+    "engine/test_drafters.py::test_a_model_foresees_what_it_says[llama-shape0-None]",
+    "engine/test_proposals.py::test_they_are_an_oracles[eagle3-llama-{}-None]",
+    "handover/test_proposals.py::test_d_proposes_as_if_there_had_been_no_hand_over[eagle3-llama-tp0-own_tp0-push]",
+)
+def _(original, self, batch, plan):
+    rows, places = original(self, batch, plan)
+    if rows is not None:
+        shifted = [replace(r, token_ids=(r.token_ids[0], *r.token_ids[:-1])) for r in rows.requests]
+        rows = replace(rows, requests=tuple(shifted))
+    return rows, places
+
+
+@SERVING.twin(
+    "rows of a drafter take the hidden state of the row before",
+    "rayk.engine.proposing:Proposing._rows",
+    "engine/test_proposals.py::test_they_are_an_oracles[eagle3-llama-{}-None]",
+    "handover/test_proposals.py::test_d_proposes_as_if_there_had_been_no_hand_over[eagle3-llama-tp0-own_tp0-push]",
+)
+def _(original, self, batch, plan):
+    rows, places = original(self, batch, plan)
+    return rows, (places - 1).clip(0)
+
+
+@SERVING.twin(
+    "a head takes the hidden states of its layers in another order",
+    "rayk.models.decoder:Decoder._keep_tapped",
+    "engine/test_proposals.py::test_they_are_an_oracles[eagle3-llama-{}-None]",
+)
+def _(original, self, streams):
+    first, *others = streams.values()
+    return original(self, dict(zip(streams, [*others, first], strict=True)))
+
+
+@SERVING.twin(
+    "rows of proposed tokens lie one slot too early",
+    "rayk.engine.proposing:Proposing._one_more",
+    "engine/test_drafters.py::test_a_model_foresees_what_it_says[llama-shape0-None]",
+    "engine/test_proposals.py::test_they_are_an_oracles[eagle3-llama-{}-None]",
+)
+def _(original, self, requests, depth):
+    return original(self, requests, depth - 1)
+
+
+@SERVING.twin(
+    "draft rows are found in the prefix cache whatever token is behind them",
+    "rayk.kv.manager:KVCacheManager.__init__",
+    "kv/test_rider_manager.py::test_rows_that_look_ahead_are_found_by_the_token_behind_them",
+    "engine/test_proposals.py::test_they_are_the_same_after_a_cached_prefix[eagle3-llama]",
+)
+def _(original, self, *arguments, **named):
+    original(self, *arguments, **named | {"looks_ahead": False})
+
+
+@SERVING.twin(
+    "states of rejected tokens are kept",
+    "rayk.engine.rollback:StateRollback.run",
+    "engine/test_drafts.py::test_rejected_drafts_leave_no_trace[qwen3_next-None-0]",
+)
+def _(original, self, rollbacks):
+    return None
+
+
+@SERVING.twin(
+    "layers of a drafter are pushed before their rows are there",
+    "rayk.engine.proposing:Proposing.run",
+    "handover/test_drafters.py::test_all_is_foreseen_after_a_hand_over[qwen3-tp0-draft_tp0-layouts0-push]",
+    "handover/test_proposals.py::test_d_proposes_as_if_there_had_been_no_hand_over[eagle3-llama-tp0-own_tp0-push]",
+)
+def _(original, self, batch, plan, hidden, on_layer):
+    for layer in self.layers if on_layer is not None else ():
+        on_layer(layer)
+        time.sleep(0.01)
+    return original(self, batch, plan, hidden, None)
+
+
+@SERVING.twin(
+    "blocks for proposed tokens are taken from those that wait",
+    "rayk.sched.batching:Scheduler.plan_drafts",
+    "sched/test_drafting.py::test_ranks_get_no_blocks_for_drafts_while_one_waits_that_may_start",
+)
+def _(original, self, batch):
+    return self.drafting.plan(batch, self._settled, self._num_spare_blocks(), self.extend)
+
+
+@SERVING.twin(
+    "a drawn proposal is verified as if its drafter had been sure",
+    "rayk.engine.verifying:DraftRows.rows",
+    "engine/test_drafters.py::test_a_drafter_that_draws_as_the_model_does_is_believed",
+)
+def _(original, self, *, rejects):
+    return [replace(row, draft_logits=None) for row in original(self, rejects=rejects)]
 
 
 # Specs.
