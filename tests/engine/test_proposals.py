@@ -18,6 +18,8 @@ from tests.models.test_decoder import prompts
 from tests.pd import HANG_S, NAN_POISON, make_request
 
 NUM_TOKENS = 12
+SHARED = 120
+"""Tokens of a prefix: whole blocks of each model."""
 
 
 def engine_of(made: Drafted, *, drafts: bool = True, **shape: Any) -> ThreadEngine:
@@ -68,9 +70,13 @@ def test_they_are_the_same_after_a_preemption(
     made, texts = make_drafted(tmp_path, method, family), [prompts()[2][:30], *prompts()[1:]] * 4
     with engine_of(made, drafts=False, num_blocks=200) as engine:
         expected = run(engine, texts)
-    with noted(monkeypatch) as found, engine_of(made, num_blocks=24) as engine:
-        assert run(engine, texts) == expected
-        assert engine.leader.scheduler.num_preemptions > 0
+    for num_blocks in (28, 24, 20, 16, 12):  # groups of windows need more, states fewer
+        with noted(monkeypatch) as found, engine_of(made, num_blocks=num_blocks) as engine:
+            assert run(engine, texts) == expected
+            if engine.leader.scheduler.num_preemptions > 0:
+                break
+    else:
+        pytest.fail("nobody was preempted in any pool")
     assert len(found) > len(texts)
     made.check(found)
 
@@ -82,9 +88,9 @@ def test_they_are_the_same_after_a_cached_prefix(
 ) -> None:
     """A row depends on the token after its own: of a prefix that others go on from otherwise, the last block
     is not theirs."""
-    made, text = make_drafted(tmp_path, method, family), prompts()[1]
-    other = (text[24] + 1) % 263
-    texts = [text, [*text[:24], other, *text[25:]], [*text[:25], other]]
+    made, text = make_drafted(tmp_path, method, family), (prompts()[1] * 6)[:130]
+    other = (text[SHARED] + 1) % 263
+    texts = [text, [*text[:SHARED], other, *text[SHARED + 1 :]], [*text[: SHARED + 1], other]]
     with (
         noted(monkeypatch) as found,
         engine_of(made, prefix_caching=True, state_block_size=8) as engine,
@@ -93,6 +99,6 @@ def test_they_are_the_same_after_a_cached_prefix(
             assert run(engine, [one], f"r{number}-") == [made.says(one, NUM_TOKENS)]
         assert engine.leader.manager.prefixes is not None
         unit = engine.leader.manager.prefixes.unit_tokens
-        assert engine.leader.scheduler.num_found_tokens == 23 // unit * unit + 24
+        assert engine.leader.scheduler.num_found_tokens == (SHARED - 1) // unit * unit + SHARED
     assert len(found) > len(texts)
     made.check(found)

@@ -284,7 +284,7 @@ def test_log_probabilities_are_of_the_tokens_that_may_come(model: Model) -> None
     logprobs = torch.tensor(list(firsts.values())).log_softmax(0)
     wanted = dict(zip(firsts, logprobs.tolist(), strict=True))
     first = done.logprobs[0]
-    assert dict(first.top) == pytest.approx({t: wanted[t] for t in dict(first.top)}, abs=1e-5)
+    assert dict(first.top) == pytest.approx({t: wanted[t] for t in dict(first.top)}, abs=5e-5)
     assert len(first.top) == min(5, len(wanted)), "no forbidden token is told of"
     assert first.logprob == pytest.approx(wanted[first.token_id], abs=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments import run as run_module
+from rayk.experiments.drafted import DraftTwins
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.quantised import Twins
 from rayk.reports import ResultWriter, exit_code, load
@@ -44,7 +45,7 @@ class Judge(CellJudge):
 
     def __init__(self, error: Exception) -> None:
         self._errors = [error]
-        self.twins = Twins()
+        self.twins, self.draft_twins = Twins(), DraftTwins()
 
     def prepare(self, cell: Cell, prompts: Any) -> None:
         raise self._errors[0]
