@@ -165,18 +165,19 @@ def test_architecture_names_classes_and_methods_that_are_there() -> None:
 
 
 def test_specs_of_pages_are_specs() -> None:
-    """Whole ones as they stand, parts of one on top of a small one; data sheets and plans as such."""
+    """Whole ones as they stand, parts of one on top of a small one, or of the plan before; data sheets."""
     small = {"name": "a", "model": "m", "prompts": {"random": {"count": 1, "input_tokens": [5]}}}
     small |= {"checks": ["kv_values"]}
-    num = 0
+    num, plan = 0, {}
     for page in pages.pages():
         for block in pages.blocks(page.read_text(encoding="utf-8"), "yaml"):
             part = yaml.safe_load(block)
             num += 1
             if "tflops" in part:
                 read(Hardware, part, str(page))
-            elif "slo" in part:
-                load_plan(part)
+            elif "slo" in part or "search" in part:
+                plan = part if "slo" in part else plan | part
+                load_plan(plan)
             else:
                 load_spec(part if "model" in part else small | part)
     assert num >= 8
