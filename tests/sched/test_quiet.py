@@ -129,11 +129,11 @@ class World:
         }
 
 
-LEFT_OUT = {"allocator", "_away", "_admitted"}
+LEFT_OUT = {"allocator", "_away", "_admitted", "_settled"}
 STATE_FIELDS = [
     f.name for f in fields(RequestState) if f.name not in ("num_covered", "next_change", "no_updates")
 ]
-"""Those left out say when the allocator is asked next."""
+"""Those left out say when the allocator is asked next; and `_settled`, whom a drafter proposes for."""
 
 
 def tokens_from(state: RequestState) -> Iterator[int]:

@@ -162,7 +162,7 @@ class SwapWalk(SchedulerWalk):
     def begin(
         self, num_blocks: int, max_batch_tokens: int, max_seqs: int, num_stages: int, runs_ahead: bool
     ) -> None:
-        super().begin(num_blocks, max_batch_tokens, max_seqs, num_stages, runs_ahead)
+        super().begin(num_blocks, max_batch_tokens, max_seqs, num_stages, runs_ahead, num_drafts=0)
         self.host = Host(self.scheduler, self.manager, self.world)
         self.scheduler.swapper = self.host
         self.known: dict[str, tuple[int, int]] = {}
