@@ -200,6 +200,11 @@ class _TierRank:
         if epoch is not None:
             self._extension.end_reads(engine, epoch)
 
+    def plan(self, engine: str) -> SimpleNamespace:
+        """Nothing is left out: no engine that has a simulated tier has a drafter on its ranks."""
+        del engine
+        return SimpleNamespace(left_out=())
+
     def bump_generations(self, block_ids: Sequence[int]) -> None:
         self._extension.blocks_assigned(block_ids)
 
