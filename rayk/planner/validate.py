@@ -149,6 +149,8 @@ class _Prediction:
             why = f"it ended as {row['verdict']}"
         elif why is None and all(is_null(request["e2e_ms"]) for request in requests):
             why = "no request was answered"
+        elif why is None:
+            why = self._why_no_drafts(cell, config)
         if why is None:
             try:
                 self.cells.append((cell, self._simulated(cell, config, requests)))
@@ -156,6 +158,16 @@ class _Prediction:
                 why = error.problem
         if why is not None:
             self.left_out.append((cell_id, why))
+
+    def _why_no_drafts(self, cell: Cell, config: DecoderConfig) -> str | None:
+        """Say what the tables lack of drafts; None: nothing that the cell needs."""
+        for engine in cell.engines:
+            if engine.speculative is not None:
+                try:
+                    self._book.of_engine(config, engine)
+                except UserError as error:
+                    return error.problem
+        return None
 
     def _simulated(self, cell: Cell, config: DecoderConfig, requests: Sequence[Row]) -> list[SimOutcome]:
         book = paced_book(self._book, cell)

@@ -37,6 +37,7 @@ from rayk.reports.validation import (
 from rayk.reports.validation_page import validation_lines
 from rayk.simulate import cell_arrivals, cell_row, simulate_cell
 from rayk.specs import Cell, dump_spec, expand, load_spec, resolve_prompts
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import UserError
 from rayk.types.slo import Slo
 from tests.conftest import CheckpointFactory
@@ -247,6 +248,53 @@ def test_cells_outside_of_the_tables_are_left_out_or_extrapolated(truth: Truth, 
     whole = truth.validate(book, tmp_path / "more", extrapolate=True)
     assert (by_cell(whole, "tpot_ms_p50")["error"] == 0).all()
     assert whole.facts["predicted"]["outside_hull"] > 0
+
+
+def test_cells_whose_engines_draft_are_predicted_by_their_own_acceptance(
+    checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    """Each request's drafts are right as often as they were in the run, which drew otherwise. Tables without
+    drafts predict the other cell."""
+    model = checkpoint("llama")
+    spec = load_spec(
+        {
+            "name": "drafts",
+            "model": str(model),
+            "device": "cpu",
+            "mode": "aggregated",
+            "prompts": {"random": {"count": 12, "input_tokens": 16}},
+            "sampling": {"max_tokens": 120, "ignore_eos": True},
+            "checks": ["kv_bytes"],
+            "engine": {"num_blocks": 400},
+            "speculative": {"num_tokens": 3},
+            "matrix": {"speculative.method": ["none", "ngram"]},
+        }
+    ).spec
+    config = read_config(model)
+    truth = Truth(tmp_path / "run", expand(spec, config), config)
+    tables = {
+        "verify": StepTable(terms=("one",), constants=(2.0 * DECODE_NS,)),
+        "drafting": {"ngram": StepTable(terms=("one",), constants=(500_000.0,))},
+    }
+    plain = truth.book()
+    engines = {key: replace(costs, **tables) for key, costs in plain.engines.items()}
+    drafting = replace(plain, engines=engines)
+    writer = ResultWriter(truth.folder, spec_yaml=dump_spec(spec), environment={"devices": {"num_cores": 2}})
+    for cell in truth.cells:
+        prompts = resolve_prompts(cell.spec, config)
+        rates = [DraftRates((0.1 + index / 15,) * 3) for index in range(len(prompts))]
+        found = simulate_cell(cell, config, cell_arrivals(cell, prompts, drafts=rates), drafting, seed=9)
+        writer.write_cell(replace(cell_row(cell, [found]), verdict="PASS"), found.requests, [])
+    writer.finish()
+    writer.close()
+    tpot = by_cell(truth.validate(drafting, tmp_path), "tpot_ms_p50")["error"]
+    assert tpot.iloc[0] == 0
+    assert 0 < abs(tpot.iloc[1]) < 0.2
+    lacking = truth.validate(plain, tmp_path / "old")
+    ((name, why),) = lacking.facts["left_out"]
+    assert "ngram" in name
+    assert why.startswith("no costs of steps with drafts")
+    assert len(by_cell(lacking, "tpot_ms_p50")) == 1
 
 
 def test_a_bound_is_missed_beyond_the_spread_only(truth: Truth, tmp_path: Path) -> None:
