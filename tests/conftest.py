@@ -16,7 +16,8 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -72,6 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     They take longest, and one process has the one cluster.
     """
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    _thin_sweeps(items)
     _mark_others(items)
     vllm_python = Path(config.getoption("vllm_python"))
     missing = {
@@ -93,6 +95,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
+def _thin_sweeps(items: list[pytest.Item]) -> None:
+    """Of tests with the marker `sweep`, all cases get the marker `slow` but every nth and the first of each
+    value."""
+    num_cases: Counter[str] = Counter()
+    seen = set()
+    for item in items:
+        marker = item.get_closest_marker("sweep")
+        if marker is not None:
+            name, key = item.nodeid.partition("[")[0], _values(item, marker.args[1:])
+            if num_cases[name] % marker.args[0] and key in seen:
+                item.add_marker(pytest.mark.slow)
+            num_cases[name] += 1
+            seen.add(key)
+
+
 def _mark_others(items: list[pytest.Item]) -> None:
     """Of tests with the marker `one_per`, all cases but the first of each value get the marker `thorough`."""
     seen = set()
@@ -100,11 +117,16 @@ def _mark_others(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("one_per")
         if marker is None or item.get_closest_marker("slow") is not None:
             continue
-        case = SimpleNamespace(**item.callspec.params)  # type: ignore[attr-defined]
-        key = item.nodeid.partition("[")[0], *(repr(attrgetter(name)(case)) for name in marker.args)
+        key = _values(item, marker.args)
         if key in seen:
             item.add_marker(pytest.mark.thorough)
         seen.add(key)
+
+
+def _values(item: pytest.Item, names: Sequence[str]) -> tuple[str, ...]:
+    """The test, and what its case has for these parameters."""
+    case = SimpleNamespace(**item.callspec.params)  # type: ignore[attr-defined]
+    return item.nodeid.partition("[")[0], *(repr(attrgetter(name)(case)) for name in names)
 
 
 @pytest.hookimpl(optionalhook=True)

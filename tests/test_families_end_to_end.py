@@ -16,7 +16,7 @@ from rayk.oracle.tiny import HYBRID
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import ATTENTION, GROUPED
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.overrides import LINEAR_ROPE, YARN
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
@@ -110,6 +110,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
+@sweep(3, "cell.model")
 @one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:

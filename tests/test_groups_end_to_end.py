@@ -18,7 +18,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.models.families import load_config
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import NAN_POISON, Pair, make_request
 from tests.spec_models import GROUP_MODELS
 
@@ -150,6 +150,7 @@ def token_layers(cell: Cell, path: Path, prompts: list[list[int]]) -> tuple[int,
     return of_prompts, len(prompts) * (NUM_TOKENS - 1) * config.num_layers
 
 
+@sweep(3, "cell.model")
 @one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:

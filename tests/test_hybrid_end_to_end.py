@@ -21,7 +21,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch, LayoutVetoed, TransferError
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import HYBRID
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.overrides import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 from tests.spec_models import ONE_GROUP
@@ -132,6 +132,7 @@ def cut_where_possible(model: str, settings: dict[str, Any]) -> dict[str, Any]:
     return others if kind is None or size is None else others | {"kernel_block_sizes": ((kind, size),)}
 
 
+@sweep(3, "cell.model")
 @one_per("cell.model")
 @pytest.mark.parametrize("cell", cells())
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:

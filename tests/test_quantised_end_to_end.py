@@ -22,7 +22,7 @@ from rayk.oracle.quantised import KVRounding
 from rayk.transfer.consumer import Consumption
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch
-from tests.markers import one_per, slow
+from tests.markers import one_per, slow, sweep
 from tests.pd import Pair, make_request
 
 FORMATS_OF = {
@@ -94,6 +94,7 @@ def check_forced(model: Model, done: Sequence[RequestResult], names: tuple[str, 
         assert np.abs(np.subtract(exact.output_logprobs, told)).max() <= bound
 
 
+@sweep(3)
 @one_per("name")
 @pytest.mark.parametrize("tp", TPS, ids=lambda t: f"{t[0]}to{t[1]}")
 @pytest.mark.parametrize("name", ["fp8", "fp8-token-head", "nvfp4"])
@@ -111,6 +112,7 @@ def test_what_engines_say_is_the_rounded_references(model: Model, name: str) -> 
         check_forced(model, model.aggregated(name, tp), (name, name))
 
 
+@sweep(3, "names")
 @one_per("names")
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)], ids=lambda t: f"{t[0]}to{t[1]}")
 @pytest.mark.parametrize("names", CONVERTED, ids="-to-".join)

@@ -36,7 +36,7 @@ from rayk.specs.experiment import AXES, dotted_keys
 from rayk.types.errors import CheckpointError
 from rayk.types.files import JSON_BYTES
 from tests.conftest import CheckpointFactory
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.reports.synthetic import write_run
 from tests.specs.models import spec
 
@@ -60,6 +60,7 @@ def told(*command: str | Path, stdin: str | None = None) -> str:
 BAD_TAGS = ("x: !!bool foo", "x: !!int ''", "x: !!timestamp x", "x: " + "9:" * 400 + "9.0")
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize("spec", [SELF, DEEP, "a: &a {b: *a}", "x: 2001-13-45", "- 1", "&a [*a]", *BAD_TAGS])
 def test_reports_of_hostile_specs(tmp_path: Path, spec: str) -> None:

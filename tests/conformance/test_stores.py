@@ -14,7 +14,7 @@ from rayk.conformance.runner import FAIL, PASS, UNSUPPORTED, Kit
 from rayk.conformance.store import FIELDS
 from rayk.conformance.store_scenarios import STORE_SCENARIOS
 from tests.conformance.settings import PATIENT
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.pages import blocks
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -51,6 +51,7 @@ def test_a_right_store_passes_every_check(kit):
     assert [(r.id, r.reason) for r in results if r.verdict != PASS] == []
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize(
     ("name", "fails", "reason"),

@@ -25,7 +25,7 @@ from tests.engine.by_hand import ByHand
 from tests.engine.test_drafts import MAX_SEQS, NUM_DRAFTS, Drafted, Model, make_model, models
 from tests.engine.test_graphs import Again
 from tests.kv.brute import full
-from tests.markers import interpreted, thorough
+from tests.markers import interpreted, sweep, thorough
 from tests.sched.world import one_layer_each, state
 
 __all__ = ["models"]
@@ -254,6 +254,7 @@ SHORT: dict[str, dict[str, Any]] = {
 """Few layers of each family: the interpreter takes its time."""
 
 
+@sweep(2)
 @interpreted
 @pytest.mark.parametrize(
     "family", ["mamba2", *(pytest.param(f, marks=thorough) for f in ("jamba", "qwen3_next"))]

@@ -28,7 +28,7 @@ from rayk.types.config import EngineConfig
 from tests.drafts import NGRAM
 from tests.engine.by_hand import ByHand, Share
 from tests.helpers import assert_matches
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 
 FAMILIES = ("llama", "mamba2", "jamba", "qwen3_next", "falcon_h1")
 """Attention alone; Mamba2 alone; Mamba1, and a gated delta net, between layers of attention; Mamba2 beside
@@ -151,6 +151,7 @@ def run(model: Model, seed: int, **settings: Any) -> Drafted:
     return drafted
 
 
+@sweep(3, "family")
 @one_per("family")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("size", [None, 1, 3, 8])

@@ -13,7 +13,7 @@ from rayk.engine.build import ThreadEngine
 from rayk.types.config import EngineConfig
 from tests.drafters import APPLIES, Drafted, make_drafted, noted
 from tests.engine.test_speculative import num_drafted_and_accepted
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.models.test_decoder import prompts
 from tests.pd import HANG_S, NAN_POISON, make_request
 
@@ -37,6 +37,7 @@ def run(engine: ThreadEngine, texts: Sequence[Sequence[int]], name: str = "r") -
     return [one.token_ids for one in done]
 
 
+@sweep(5)
 @one_per("method")
 @pytest.mark.parametrize(
     ("shape", "own_tp"), [({}, None), ({"tp": 2}, None), ({"tp": 2, "layout": "BHLNC"}, 2)], ids=str
@@ -62,6 +63,7 @@ def test_they_are_an_oracles(
     made.check(found)
 
 
+@sweep(3)
 @pytest.mark.parametrize(("method", "family"), APPLIES)
 @one_per()
 def test_they_are_the_same_after_a_preemption(
@@ -81,6 +83,7 @@ def test_they_are_the_same_after_a_preemption(
     made.check(found)
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(("method", "family"), [pair for pair in APPLIES if pair[0] != "draft"])
 def test_they_are_the_same_after_a_cached_prefix(

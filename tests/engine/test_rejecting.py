@@ -14,6 +14,7 @@ from rayk.engine.sampling import draw, sample
 from rayk.types.request import SamplingParams
 from tests.engine.statistics import P_VALUE, chi_square_p
 from tests.engine.test_sampling import transformers_scores
+from tests.markers import sweep
 
 NUM_DRAWS = 20_000
 VOCAB = 40
@@ -48,6 +49,7 @@ def counts_of(tokens: list[int]) -> torch.Tensor:
     return torch.bincount(torch.tensor(tokens), minlength=VOCAB)
 
 
+@sweep(3)
 @pytest.mark.parametrize("rank", [0, 3, 20, VOCAB - 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sure_drafter_changes_no_distribution(kind: str, rank: int) -> None:

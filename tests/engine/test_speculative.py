@@ -20,7 +20,7 @@ from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.drafts import NGRAM, Prophet, other_than
 from tests.engine.test_async_scheduling import Turns
 from tests.engine.test_token_shards import engine_of
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -69,6 +69,7 @@ def num_drafted_and_accepted(engine: ThreadEngine) -> tuple[int, int]:
     return drafting.counts.num_draft_tokens, drafting.counts.num_accepted_tokens
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(
     ("model", "shape"),

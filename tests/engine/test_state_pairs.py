@@ -17,7 +17,7 @@ from rayk.models.families import load_config
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from tests.engine.test_states import FAMILIES, NUM_TOKENS, OTHERS, Model, of_all
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import Pair, Side, make_request
 
 
@@ -84,6 +84,7 @@ def tight_settings(model: Model) -> dict[str, Any]:
     raise AssertionError("no block of attention ends soon after the prompt")
 
 
+@sweep(3)
 @one_per()
 @of_all
 def test_a_request_preempted_at_d_computes_all_its_tokens_there(model: Model) -> None:

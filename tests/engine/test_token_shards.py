@@ -12,7 +12,7 @@ from rayk.engine.build import ThreadEngine
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.pd import HANG_S, NAN_POISON, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,6 +43,7 @@ def tokens_of(engine: ThreadEngine, model: Answers, name: str = "r") -> list[lis
     return [r.token_ids for r in results]
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(
     ("model", "tp", "dcp", "interleave"),
@@ -82,6 +83,7 @@ def test_preempted_requests_and_fast_prefill(answers: Callable[[str], Answers]) 
         assert tokens_of(engine, gemma3n) == gemma3n.expected
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(
     "kept",

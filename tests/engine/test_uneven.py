@@ -12,7 +12,7 @@ from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.oracle.checkpoint import read_marker
 from rayk.types.config import EngineConfig
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import NAN_POISON, Pair
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +57,7 @@ def path(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Pat
     return checkpoint(family, overrides=overrides)
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize("tp", [(3, 2), (2, 3), (1, 3), (3, 6)], ids=str)
 def test_uneven_shards_give_the_references_tokens(

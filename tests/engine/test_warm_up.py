@@ -16,7 +16,7 @@ import pytest
 from rayk.engine.warm_up import WARM_UP_S, run_warm_up
 from rayk.parallel.threads import ThreadComm
 from tests.engine.stepped import Stepped
-from tests.markers import thorough
+from tests.markers import sweep, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -39,6 +39,7 @@ def kernel_forms(path: Path, **settings: Any) -> dict[str, list[str]]:
     return found | {"told": re.findall(r"^rank 0 of 1: .*", done.stderr, re.MULTILINE)}
 
 
+@sweep(2)
 @thorough
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_step_compiles_after_the_warm_up(checkpoint: Callable[..., Path], family: str) -> None:
@@ -59,6 +60,7 @@ def test_nor_of_a_quantised_cache(checkpoint: Callable[..., Path], kv_dtype: str
     assert found["late"] == []
 
 
+@sweep(3)
 @thorough
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "mamba2", "jamba"])
 def test_nor_of_steps_with_drafts(checkpoint: Callable[..., Path], family: str) -> None:

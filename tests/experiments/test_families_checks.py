@@ -21,7 +21,7 @@ from tests.conftest import CHECKPOINTS
 from tests.experiments.teacher import handed_over, prompts_of
 from tests.families import ATTENTION
 from tests.families import HYBRID as KEEP_STATES
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import Pair
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,6 +60,7 @@ def num_judged(groups: Sequence[KVCacheGroup], tp: int, num_tokens: int, bounds:
     return total
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize(("model", "dtype"), cases())
 def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtype: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.drafts import NGRAM, Prophet
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.offload.node import Node
 from tests.offload.test_node_pairs import state_block
 from tests.offload.test_swaps import crowd, pool_for
@@ -29,6 +29,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
+@sweep(5)
 @one_per()
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize(

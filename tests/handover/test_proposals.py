@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.drafters import APPLIES, make_drafted, noted
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.models.test_decoder import prompts
 from tests.pd import Pair, make_request
 
 NUM_TOKENS = 12
 
 
+@sweep(5)
 @one_per("method", "push")
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rayk.kv.geometry import RankGeometry
 from rayk.parallel.shard import Stripe
 from rayk.types.errors import KVMismatch
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,6 +33,7 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(
     ("model", "p", "d"),
@@ -81,8 +82,8 @@ def deal_by_twos(monkeypatch: pytest.MonkeyPatch) -> None:
     geometry, of which page maps are made, is right."""
     original = InputBuilder.__init__
 
-    def planted(self: InputBuilder, geometry: RankGeometry, *, max_seqs: int, max_positions: int) -> None:
-        original(self, geometry, max_seqs=max_seqs, max_positions=max_positions)
+    def planted(self: InputBuilder, geometry: RankGeometry, **more: Any) -> None:
+        original(self, geometry, **more)
         self.tokens = tuple(
             replace(t, interleave=2) if isinstance(t, Stripe) and t.num_shards > 1 else t for t in self.tokens
         )

@@ -18,7 +18,7 @@ from rayk.types.fault_table import DRAFT_POINTS
 from rayk.types.rows import RequestRow
 from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.handover.test_drafters import of_itself
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.pd import HANG_S, NAN_POISON, Pair, make_request
 
 
@@ -65,6 +65,7 @@ def aggregated(model: Model, tp: int, draft_tp: int | None) -> list[RequestRow]:
     return rows(model, done)
 
 
+@sweep(5)
 @one_per()
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize(("tp", "draft_tp"), [((1, 1), None), ((1, 2), None), ((2, 2), 2)])

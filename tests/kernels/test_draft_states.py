@@ -10,7 +10,7 @@ import torch
 from rayk.kernels.segments import NO_SLOT, Segments
 from tests.kernels.state_cases import OPS, Op, World
 from tests.kernels.test_gated_delta_rule import DELTA
-from tests.markers import gpu, interpreted
+from tests.markers import gpu, interpreted, sweep
 
 IMPLS = [
     pytest.param("reference", "cpu", id="reference"),
@@ -51,6 +51,7 @@ def test_every_state_is_exact(impl: str, device: str, op: Op) -> None:
     run_with_drafts(World(op, [9, 6, 6], 2, impl=impl, device=device, whole=True))
 
 
+@sweep(5)
 @pytest.mark.parametrize("op", WHOLE_VECTORS, ids=lambda op: op.name)
 @each_impl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

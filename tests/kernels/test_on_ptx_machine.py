@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.test_compile_ahead import run_compiling
-from tests.markers import thorough
+from tests.markers import sweep, thorough
 from tests.ptx.machine import run_ptx
 from tests.ptx.text import PtxError
 
@@ -92,6 +92,7 @@ $DONE:
     assert run(body).tolist() == [0, 10, 20, 30] * 16
 
 
+@sweep(2)
 @thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ from rayk.models.layers import linear
 from rayk.models.unused import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.models.tiny import (
     LLAMA3,
     LONGROPE,
@@ -134,6 +134,7 @@ def every_logit(
     return ranks[0]
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)

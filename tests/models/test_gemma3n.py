@@ -22,7 +22,7 @@ from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
 from tests.helpers import assert_matches
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import (
     Checkpoint,
@@ -60,6 +60,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(tmp_path_factory.mktemp("gemma3n"), "gemma3n", **VARIANTS[request.param])
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)

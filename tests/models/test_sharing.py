@@ -17,7 +17,7 @@ from rayk.models.families.sharing import shared_sources
 from rayk.models.unused import unused_tensors
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.models.released import small
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import CLASSES, LONGROPE, Checkpoint, Paged, assert_right, load, write_checkpoint
@@ -53,6 +53,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return write_checkpoint(folder, family, **{"num_hidden_layers": 4, **overrides})
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("checkpoint", list(VARIANTS), indirect=True)

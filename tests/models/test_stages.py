@@ -15,7 +15,7 @@ from rayk.models.families import load_config
 from rayk.models.loader import load_decoder
 from rayk.parallel.local import LocalComm
 from tests.conftest import CheckpointFactory
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.models.tiny import Paged
 
 CASES = {
@@ -78,6 +78,7 @@ def steps(decoder: Any, num_wanted: Sequence[Sequence[int]] | None = None) -> li
     return [x for chunk, count in zip(chunks, wanted, strict=True) for x in paged.step(chunk, count)]
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize("case", ["sharing", *(c for c in CASES if c != "sharing")])
 def test_stages_are_the_whole_decoder(checkpoint: CheckpointFactory, case: str) -> None:

@@ -23,7 +23,7 @@ from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, Transf
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import OutOfBlocks, UserError
 from rayk.types.offload import GPU_OUTBOX_BYTES, OffloadSettings
-from tests.markers import gpu, one_per
+from tests.markers import gpu, one_per, sweep
 from tests.offload.cluster import (
     BareNode,
     ByteEngine,
@@ -142,6 +142,7 @@ def watched_node(family: str, **how: Any) -> tuple[BareNode, list[Watched]]:
     return open_node(family, wrap=wrap, **how), made
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -16,7 +16,7 @@ from rayk.handover.commands import Describe, DescribeOutbox
 from rayk.offload.outbox import Outbox, outbox_name
 from rayk.transfer.ticket import TransferTicket
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.offload.faults import Case, FaultyAgents, PausedTier
 from tests.offload.node import Node, NodeEngine, outbox_bytes, until
 from tests.offload.test_swaps import MODELS, STAGES, STATES, crowd, pool_for, too_many
@@ -74,6 +74,7 @@ def swap(node: Node, asked: list[tuple[list[int], list[int]]]) -> Mapping[str, i
     return counts
 
 
+@sweep(5)
 @one_per()
 @pytest.mark.parametrize(
     ("name", "more"),

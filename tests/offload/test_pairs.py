@@ -19,7 +19,7 @@ from rayk.kv.specs import FullAttentionSpec
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.token_classes import common_classes
 from rayk.types.errors import Unsupported
-from tests.markers import one_per, slow
+from tests.markers import one_per, slow, sweep
 from tests.offload.cluster import BareNode, ByteEngine, Kind, Loaded, open_node, random_values, tokens_of
 from tests.offload.families import CHUNK, FAMILIES, WINDOW
 from tests.transfer.brute import brute_shard
@@ -124,6 +124,7 @@ def moved(outcomes: dict[int, TransferOutcome]) -> int:
     return sum(row.bytes for outcome in outcomes.values() for row in outcome.rows)
 
 
+@sweep(5)
 @one_per()
 @pytest.mark.parametrize(("family", "layout", "size", "chosen"), cases())
 def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size: int, chosen: slice) -> None:
@@ -176,6 +177,7 @@ def test_what_one_shape_stored_every_other_loads(family: str, tier: str) -> None
     node.expect_idle()
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_by_name_has_any_length(family: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.engine.test_quantised import scales_of, with_scales
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.offload.node import Node
 from tests.pd import make_request
 
@@ -43,6 +43,7 @@ def load_what_the_other_stored(path: Path, prompt: list[int], engines: list[Any]
     return found
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize("outboxes", [False, True], ids=["blocks", "outboxes"])
 @pytest.mark.parametrize(

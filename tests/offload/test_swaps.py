@@ -18,7 +18,7 @@ from rayk.offload.costs import LoadChoice
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.offload.node import Node
 from tests.pd import make_request, wait_until
 
@@ -59,6 +59,7 @@ def too_many(
     return own | {"num_blocks": pool_for(model, own, 8, first)}, crowd(model, 9, first)
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(
     ("name", "more"),

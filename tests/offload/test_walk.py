@@ -18,7 +18,7 @@ import torch
 from rayk.offload.messages import LoadAnswer, StoreAnswer
 from rayk.transfer.faulty_agent import reuse_early
 from rayk.transfer.ticket import TransferTicket
-from tests.markers import one_per, slow
+from tests.markers import one_per, slow, sweep
 from tests.offload.cluster import BareNode, ByteEngine, Kind, Tables, open_node
 from tests.offload.test_tier import Clock, Faults
 from tests.transfer.cluster import Values
@@ -408,6 +408,7 @@ SEEN = (
 )
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize(("family", "num_blocks"), WALKS)
 def test_blocks_add_up_and_bytes_are_right_whatever_happens(family: str, num_blocks: int) -> None:

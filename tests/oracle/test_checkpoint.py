@@ -25,7 +25,7 @@ from rayk.oracle.tiny import FAMILIES, HYBRID, family_values, make_config
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.overrides import LINEAR_ROPE, YARN
 
 MakeReference = Callable[..., Reference]
@@ -241,6 +241,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small(tmp_path_factory.mktemp("whole") / "model", max_shard_size="10KB")
 
 
+@sweep(3)
 @pytest.mark.parametrize(
     "damage",
     [

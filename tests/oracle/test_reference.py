@@ -19,7 +19,7 @@ from rayk.types.errors import CheckpointError, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
 from tests.families import HYBRID as HYBRIDS
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.spec_models import ALL_ROUTED, OTHER_STREAMS
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -51,6 +51,7 @@ def load(path: Path, implementation: str) -> Any:
     )
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(("family", "options"), [*VARIANTS, *MORE], ids=str)
 def test_equal_to_generate(checkpoint: CheckpointFactory, family: str, options: dict[str, Any]) -> None:

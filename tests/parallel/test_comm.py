@@ -18,7 +18,7 @@ from rayk.parallel.threads import ThreadComm
 from rayk.parallel.timed import TimedComm
 from rayk.parallel.torch_group import TorchComm
 from rayk.types.errors import CommError, DeviceError, UserError
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.parallel import ranks
 from tests.parallel.crew import Crew, free_address
 
@@ -94,6 +94,7 @@ def test_threads_and_shm_give_the_same_bits(crew: Crew) -> None:
     assert one == two
 
 
+@sweep(3)
 @one_per()
 @pytest.mark.parametrize(
     ("kind", "size", "victim"), [("shm", 2, 1), ("shm", 3, 2), ("shm", 3, 0), ("gloo", 2, 1)]

@@ -17,7 +17,7 @@ from rayk.parallel.symmetric import (
     SymmetricSums,
     Way,
 )
-from tests.markers import gpu, thorough
+from tests.markers import gpu, sweep, thorough
 from tests.parallel.crew import Crew, free_address
 
 RANKS = "tests.parallel.symmetric_ranks"
@@ -30,6 +30,7 @@ def crew() -> Iterator[Crew]:
     made.close()
 
 
+@sweep(2)
 @pytest.mark.parametrize(
     ("size", "by_switch"), [(2, False), pytest.param(4, False, marks=thorough), (4, True)]
 )

@@ -16,7 +16,7 @@ from rayk.reports.plan_page import plan_page
 from rayk.reports.result import load
 from rayk.reports.stages import PARTS
 from rayk.reports.validation_page import validation_page
-from tests.markers import thorough
+from tests.markers import sweep, thorough
 from tests.reports.browser import CONTRAST, needs_chromium, probe
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 from tests.reports.synthetic_load import write_bench
@@ -143,6 +143,7 @@ COLOURS = (
 )
 
 
+@sweep(3)
 @thorough
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -14,7 +14,7 @@ from rayk.reports import Result, load
 from rayk.reports.compare import sections
 from rayk.reports.intervals import Sample, intervals, student_within, usual_spread
 from rayk.reports.paired import CELL, FALSE_RATE, changes
-from tests.markers import one_per, thorough
+from tests.markers import one_per, sweep, thorough
 from tests.reports.synthetic import write_run
 
 MARGIN = math.log1p(0.05)
@@ -112,6 +112,7 @@ def slower(base: Result, factor: float, noise: float) -> Result:
     return Result(cells=base.cells, requests=requests, transfers=base.transfers)
 
 
+@sweep(2)
 @one_per()
 @pytest.mark.parametrize(("factor", "noise"), [(3.0, 0.0), (3.0, 0.1), (1.5, 0.03), (1 / 3, 0.1)])
 def test_a_slow_cell_of_six_requests_is_found(small: Result, factor: float, noise: float) -> None:

@@ -19,7 +19,7 @@ from rayk.reports.markdown import page_markdown
 from rayk.reports.report import report_page
 from rayk.reports.table_files import write_csv
 from rayk.reports.verdicts import verdict_table
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows
 
 ENDS = [
@@ -80,6 +80,7 @@ def columns_that_may_lack() -> list[str]:
     return [column for column in [*FIELDS["cells"], *axes] if column != "cell_id"]
 
 
+@sweep(5)
 @one_per()
 @pytest.mark.parametrize("column", columns_that_may_lack())
 def test_a_run_may_lack_any_column(column: str, older: Callable[..., Path], whole: Result) -> None:

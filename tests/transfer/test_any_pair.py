@@ -18,7 +18,7 @@ from rayk.transfer import plan as plan_module
 from rayk.transfer.plan import TransferPlan, plan_pushes, plan_transfer, release_senders
 from rayk.transfer.token_classes import common_classes
 from tests.kv.brute import cuts_blocks
-from tests.markers import one_per
+from tests.markers import one_per, sweep
 from tests.transfer.any_pair import (
     FORMATS,
     AnyPair,
@@ -241,6 +241,7 @@ def divisions() -> list[AnyPair]:
     return cases
 
 
+@sweep(4)
 @one_per()
 @pytest.mark.parametrize("part", range(16))
 def test_any_shards_of_tokens_and_layers_to_any_other(part: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from rayk.types.fault_table import (
     all_faults,
     table_text,
 )
-from tests.markers import thorough
+from tests.markers import sweep, thorough
 from tests.transfer.simulator.__main__ import main, story
 from tests.transfer.simulator.checks import check, simulate
 from tests.transfer.simulator.request_state import Stream
@@ -53,6 +53,7 @@ def run_all(faults: list[Fault], mode: str, seeds: range) -> None:
                 fail(world, problems, World(seed, (fault,), mode=mode, policy=policy, tracing=True))
 
 
+@sweep(5)
 @thorough
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(8))
