@@ -7,6 +7,8 @@ import os
 # The size of OpenMP's pool is read once, at import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray's workers are 15 by default: beside the other process of tests they would wait for a core.
+os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import atexit
