@@ -1,14 +1,9 @@
-"""Engines with a drafter on their ranks: output is transformers', and what is proposed an oracle's.
-
-A model that drafts for itself foresees all that it says if its draft layers have every row right: then each
-proposed token is accepted. Heads and MTP layers are random: nearly nothing of theirs is accepted, and each
-proposal is held to a float64 module that reads the whole text at once.
-"""
+"""Engines whose model drafts for itself: it foresees all that it says if its draft layers have every row
+right, and each proposed token is accepted. test_proposals.py holds every kind of drafter to oracles."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +12,17 @@ import torch
 
 from rayk.engine.build import ThreadEngine
 from rayk.engine.proposing import Proposing
-from rayk.oracle.drafting import model_hidden, proposals
-from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
-from rayk.oracle.mtp import TransformersMtp, add_mtp
+from rayk.oracle.mtp import add_mtp
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
 from rayk.types.speculative import SpeculativeConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.drafters import noted
 from tests.engine.test_async_scheduling import Turns
 from tests.engine.test_speculative import ask, num_drafted_and_accepted, replace_prompts
 from tests.engine.test_token_shards import engine_of
 from tests.markers import one_per
-from tests.models.drafting import find, reloaded
-from tests.models.test_decoder import prompts
-from tests.models.tiny import Checkpoint, wide_scans, write_checkpoint
-from tests.pd import HANG_S, NAN_POISON, make_request
+from tests.models.tiny import write_checkpoint
+from tests.pd import HANG_S, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -159,107 +149,6 @@ def test_a_drafter_that_draws_as_the_model_does_is_believed(
             said.append([d.token_ids for d in done])
     assert said[0] == said[1]
     assert all(a != b for a, b in zip(said[0], found.expected, strict=True)), "they are drawn"
-
-
-def generate(path: Path, **settings: Any) -> tuple[list[list[int]], tuple[int, int]]:
-    """What an engine says after the first two prompts, and how much was drafted and accepted."""
-    config = EngineConfig(model=str(path), num_blocks=100, block_size=8, max_batch_tokens=30, **settings)
-    with ThreadEngine(config, poison=NAN_POISON, timeout_s=HANG_S) as engine:
-        done = engine.generate(make_request(f"r{i}", p, 12) for i, p in enumerate(prompts()[:2]))
-        assert [d.error for d in done] == [None, None]
-        drafting = engine.leader.scheduler.drafting
-        counts = (0, 0) if drafting is None else num_drafted_and_accepted(engine)
-        return [d.token_ids for d in done], counts
-
-
-def check_against(
-    saved: Checkpoint,
-    exact: Any,
-    speculative: SpeculativeConfig,
-    taps: Sequence[int],
-    monkeypatch: pytest.MonkeyPatch,
-    **shape: Any,
-) -> None:
-    """Tokens are those without drafts, and every proposal is the oracle's."""
-    plain, _ = generate(saved.path, **shape)
-    with noted(monkeypatch) as found:
-        drafted, (num_drafted, _) = generate(saved.path, speculative=speculative, **shape)
-    assert drafted == plain
-    assert num_drafted > 0
-    assert len(found) >= 10
-    check_proposals(found, saved, exact, taps)
-
-
-def check_proposals(
-    found: Sequence[tuple[list[int], list[int]]], saved: Checkpoint, exact: Any, taps: Sequence[int]
-) -> None:
-    """What was `noted` is what the oracle proposes after the same tokens."""
-    for tokens, proposed in found:
-        with wide_scans(saved.exact), torch.inference_mode():
-            hidden = model_hidden(saved.exact, tokens, taps)
-            hidden = exact.fc(hidden) if taps else hidden
-            wanted, _ = proposals(exact, tokens, hidden, len(proposed))
-        assert proposed == wanted, f"after {len(tokens)} tokens"
-
-
-@one_per()
-@pytest.mark.parametrize(
-    ("family", "layers", "shape", "own_tp"),
-    [
-        ("llama", 6, {}, None),
-        ("llama", 6, {"tp": 2}, None),
-        ("llama", 6, {"tp": 2}, 2),
-        ("gpt_oss", 5, {"tp": 2}, 2),
-        ("falcon_h1", 4, {}, None),
-    ],
-)
-def test_heads_propose_what_a_float64_module_does(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    layers: int,
-    shape: dict[str, Any],
-    own_tp: int | None,
-) -> None:
-    saved = write_checkpoint(tmp_path / "model", family, num_hidden_layers=layers)
-    folder = write_eagle3(tmp_path / "head", saved.path, seed=3)
-    exact = copy.deepcopy(Eagle3Head.read(folder, saved.model.get_input_embeddings().weight)).double()
-    settings = SpeculativeConfig(method="eagle3", model=str(folder), num_tokens=3, tp=own_tp)
-    taps = find(saved, method="eagle3", model=str(folder)).taps
-    check_against(saved, exact, settings, taps, monkeypatch, **shape)
-
-
-@one_per()
-@pytest.mark.parametrize(
-    ("family", "overrides", "shape", "own_tp"),
-    [
-        ("deepseek_v3", {}, {}, None),
-        ("deepseek_v3", {}, {"tp": 2}, 2),
-        (
-            "qwen3_next",
-            {
-                "layer_types": ["linear_attention", "full_attention"] * 2,
-                "mlp_only_layers": [],
-            },
-            {"tp": 2},
-            None,
-        ),
-    ],
-)
-def test_mtp_layers_propose_what_transformers_does(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    overrides: dict[str, Any],
-    shape: dict[str, Any],
-    own_tp: int | None,
-) -> None:
-    saved = write_checkpoint(tmp_path / "model", family, num_nextn_predict_layers=1, **overrides)
-    add_mtp(saved.path, saved.model, 1, seed=4, dtype=torch.float32)
-    exact = copy.deepcopy(TransformersMtp(reloaded(saved.path)))
-    exact.model.double()
-    settings = SpeculativeConfig(method="mtp", num_tokens=3, tp=own_tp)
-    check_against(saved, exact, settings, (), monkeypatch, **shape)
 
 
 def test_drafters_that_engines_cannot_follow_are_refused(

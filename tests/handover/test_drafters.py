@@ -3,22 +3,15 @@ it says if every row of its draft layers came over, and came right."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
 from rayk.types.speculative import SpeculativeConfig
-from tests.drafters import noted
-from tests.engine.test_drafters import check_proposals
 from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.markers import one_per, thorough
-from tests.models.drafting import find
-from tests.models.test_decoder import prompts
-from tests.models.tiny import write_checkpoint
 from tests.offload.node import Node
 from tests.pd import Pair, make_request
 
@@ -166,34 +159,6 @@ def test_a_drafter_of_p_alone_changes_nothing(models: Callable[[str], Model]) ->
         done = pair.complete([make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)])
         assert [d.token_ids for d in done] == model.expected
         pair.check_all_free()
-
-
-@one_per()
-@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize(("tp", "own_tp"), [((1, 1), None), ((2, 1), None), ((2, 2), 2)])
-def test_a_head_goes_on_after_a_hand_over_as_if_there_had_been_none(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    tp: tuple[int, int],
-    own_tp: int | None,
-    push: bool,
-) -> None:
-    """D proposes what a float64 module does that reads the whole text: also from the row of the prompt's last
-    token, which takes a token that P sampled beside a hidden state that D never had."""
-    saved = write_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
-    folder = write_eagle3(tmp_path / "head", saved.path, seed=3)
-    exact = copy.deepcopy(Eagle3Head.read(folder, saved.model.get_input_embeddings().weight)).double()
-    taps = find(saved, method="eagle3", model=str(folder)).taps
-    drafts = SpeculativeConfig(method="eagle3", model=str(folder), num_tokens=3, tp=own_tp)
-    settings = {"speculative": drafts, "block_size": 8, "max_batch_tokens": 20, "num_blocks": 100}
-    texts = prompts()[:2]
-    with noted(monkeypatch) as found, Pair.open(saved.path, tp=tp, push=push, **settings) as pair:
-        done = pair.complete([make_request(f"r{i}", text, 12) for i, text in enumerate(texts)])
-        assert [d.error for d in done] == [None, None]
-        pair.check_all_free()
-    assert len(found) >= 10
-    assert min(len(tokens) for tokens, _ in found) == min(map(len, texts)) + 2, "D's first step comes before"
-    check_proposals(found, saved, exact, taps)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=thorough)])
