@@ -12,8 +12,8 @@ that model. Of heads and MTP layers nobody else has the logits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rayk.experiments.references import References
@@ -21,68 +21,15 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import DecoderConfig
 from rayk.models.drafters.config import DrafterConfig, find_drafter
 from rayk.oracle.cache import AnswerStore
-from rayk.specs import Cell
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch
 from rayk.types.rows import RequestRow
 
 if TYPE_CHECKING:  # torch is imported when there is something to judge
-    from rayk.actors.cell_outcome import CellOutcome
     from rayk.handover.commands import CapturedRows
 
-Prompts = Sequence[Sequence[int]]
 NEAR_TIE_LOGITS = 1e-3
 """Two tokens whose logits of the drafter are this close may swap."""
-
-
-def has_drafter(engine: EngineConfig | None) -> bool:
-    """Tell whether something on an engine's ranks drafts."""
-    return engine is not None and engine.speculative is not None and engine.speculative.method != "ngram"
-
-
-def draft_twin_of(cell: Cell) -> Cell | None:
-    """Make the cell whose proposals a disaggregated cell's are compared with; None where nothing of it is."""
-    if cell.decode is None or "drafts" not in cell.checks or not has_drafter(cell.decode):
-        return None
-    return replace(
-        cell,
-        cell_id=f"{cell.cell_id}~drafted",
-        mode="aggregated",
-        prefill=cell.decode,
-        decode=None,
-        vllm=(),
-        num_prefill_engines=1,
-        num_decode_engines=0,
-        faults=(),
-        repeat=1,
-    )
-
-
-@dataclass
-class DraftTwins:
-    """Keeps the requests of aggregated engines that draft, by engine, prompts and sampling."""
-
-    _rows: dict[str, Mapping[int, RequestRow]] = field(default_factory=dict)
-
-    def missing(self, cell: Cell, prompts: Prompts) -> Cell | None:
-        """Find the cell to run before this one can be judged."""
-        twin = draft_twin_of(cell)
-        return twin if twin is not None and _key(twin, prompts) not in self._rows else None
-
-    def keep(self, cell: Cell, prompts: Prompts, outcome: CellOutcome) -> None:
-        """Remember an aggregated cell's requests that ended well."""
-        if cell.decode is None and has_drafter(cell.prefill) and not cell.faults:
-            rows = {row.prompt_index: row for row in outcome.requests if row.error is None}
-            self._rows.setdefault(_key(cell, prompts), rows)
-
-    def rows(self, cell: Cell, prompts: Prompts) -> Mapping[int, RequestRow]:
-        """Look up by prompt index what a cell's requests are compared with; none that did not end well."""
-        twin = draft_twin_of(cell)
-        return {} if twin is None else self._rows.get(_key(twin, prompts), {})
-
-
-def _key(cell: Cell, prompts: Prompts) -> str:
-    return repr((cell.prefill, [list(p) for p in prompts], cell.sampling))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayk.experiments.drafted import (
     DraftReferences,
-    DraftTwins,
     compare_proposals,
-    draft_twin_of,
     in_engine,
     is_near_tie,
     own_layers,
@@ -20,8 +18,9 @@ from rayk.experiments.drafted import (
 )
 from rayk.experiments.offloaded import offloaded
 from rayk.experiments.paced import expected_tokens, first_difference, is_paced, judge_pace
-from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
+from rayk.experiments.quantised import compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
+from rayk.experiments.twins import Twins, draft_twin_of, token_twin_of
 from rayk.experiments.verdict import Findings, blamed, recovered, unrecovered, untraced
 from rayk.kv.groups import KVCacheGroup, measure_groups, measure_waste, waste_tokens
 from rayk.kv.request_memory import measure_request_memory
@@ -67,7 +66,6 @@ class CellJudge:
         self._known: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
         self.twins = Twins()
-        self.draft_twins = DraftTwins()
         self._drafters = DraftReferences(answers)
 
     def needs_reference(self, cell: Cell) -> bool:
@@ -225,9 +223,10 @@ class CellJudge:
         tolerance = NEAR_TIE_LOGITS
         if not references.is_exact:
             tolerance = near_tie_tolerance(finished, references)
-        expected: Tokens
+        expected: dict[int, list[int]]
         if cell.is_quantised:
-            expected = self.twins.tokens(cell, prompts)
+            alone = self.twins.rows(token_twin_of(cell), prompts)
+            expected = {i: row.output_token_ids for i, row in alone.items()}
         else:
             answers = references.outputs(prompts, cell.sampling)
             expected = {i: list(answer.token_ids) for i, answer in enumerate(answers)}
@@ -257,11 +256,11 @@ class CellJudge:
         counts: _CheckCounts,
     ) -> None:
         """Compare what was proposed after hand-overs, if asked to, with an aggregated engine's proposals."""
-        if draft_twin_of(cell) is None or not finished:
+        twin = draft_twin_of(cell)
+        if twin is None or not finished:
             return
-        assert cell.decode is not None
-        others = self.draft_twins.rows(cell, prompts)
-        known = self._drafters.of(cell.decode, self._config)
+        others = self.twins.rows(twin, prompts)
+        known = self._drafters.of(twin.prefill, self._config)
         num_compared = num_differing = 0
         for row in finished:
             if row.prompt_index not in others:

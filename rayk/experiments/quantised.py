@@ -16,8 +16,8 @@ before they are rounded (References), which flips some steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.experiments.references import References
@@ -26,14 +26,10 @@ from rayk.specs import Cell
 from rayk.types.rows import RequestRow
 
 if TYPE_CHECKING:  # torch is imported when there is something to judge
-    from rayk.actors.cell_outcome import CellOutcome
     from rayk.experiments.compare import TokenComparison
     from rayk.experiments.logprobs import Followed
     from rayk.handover.commands import CapturedRows
     from rayk.oracle.quantised import KVRounding
-
-Prompts = Sequence[Sequence[int]]
-Tokens = Mapping[int, list[int]]  # prompt index -> output tokens
 
 
 def rounding_of(cell: Cell) -> KVRounding | None:
@@ -45,45 +41,6 @@ def rounding_of(cell: Cell) -> KVRounding | None:
 
     kept = [KVRounding(engine.kv_dtype, engine.kv_scales) for engine in cell.engines]
     return replace(kept[0], then=kept[1]) if cell.is_converted else kept[0]
-
-
-def twin_of(cell: Cell) -> Cell | None:
-    """Make the cell whose tokens a disaggregated cell's are compared with: one engine that does all of it."""
-    if cell.decode is None or not cell.is_quantised or cell.is_converted or "tokens" not in cell.checks:
-        return None
-    return replace(
-        cell,
-        cell_id=f"{cell.cell_id}~aggregated",
-        mode="aggregated",
-        decode=None,
-        vllm=cell.vllm[:1],
-        num_prefill_engines=1,
-        num_decode_engines=0,
-        faults=(),
-        repeat=1,
-    )
-
-
-@dataclass
-class Twins:
-    """Keeps what aggregated engines said, by engine, prompts and sampling."""
-
-    _tokens: dict[str, Tokens] = field(default_factory=dict)
-
-    def missing(self, cell: Cell, prompts: Prompts) -> Cell | None:
-        """Find the cell to run before this one can be judged."""
-        twin = twin_of(cell)
-        return twin if twin is not None and _key(cell, prompts) not in self._tokens else None
-
-    def keep(self, cell: Cell, prompts: Prompts, outcome: CellOutcome) -> None:
-        """Remember the tokens of an aggregated cell's requests that ended well."""
-        if cell.decode is None and cell.is_quantised and not cell.faults:
-            tokens = {r.prompt_index: r.output_token_ids for r in outcome.requests if r.error is None}
-            self._tokens.setdefault(_key(cell, prompts), tokens)
-
-    def tokens(self, cell: Cell, prompts: Prompts) -> Tokens:
-        """Look up what a cell's tokens must be; unknown requests are absent."""
-        return self._tokens.get(_key(cell, prompts), {}) if twin_of(cell) is not None else {}
 
 
 def compare_forced(
@@ -142,7 +99,3 @@ def follow(
             f"rounding of what the layers below make of the stored values ({len(following.refused)} rows)"
         )
     return Followed(scores, len(prompt) + len(output) if first is None else first), what
-
-
-def _key(cell: Cell, prompts: Prompts) -> str:
-    return repr((cell.prefill, [list(p) for p in prompts], cell.sampling))

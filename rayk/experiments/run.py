@@ -259,14 +259,11 @@ def _run_cell(
     progress.begin(cell.cell_id)
     writer.begin_cell(cell.cell_id)
     of_twins = []
-    for twins in (judge.twins, judge.draft_twins):
-        twin = twins.missing(cell, prompts)
-        if twin is not None:
-            of_twins.append(runner.run(twin, prompts, 0, False))
-            twins.keep(twin, prompts, of_twins[-1])
+    for twin in judge.twins.missing(cell, prompts):
+        of_twins.append(runner.run(twin, prompts, 0, False))
+        judge.twins.keep(twin, prompts, of_twins[-1])
     outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
-    for twins in (judge.twins, judge.draft_twins):
-        twins.keep(cell, prompts, outcomes[0])
+    judge.twins.keep(cell, prompts, outcomes[0])
     try:
         row = judge.judge(cell, prompts, outcomes)
     except Exception as error:  # noqa: BLE001 - one broken cell must not end the run

@@ -10,9 +10,8 @@ import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments import run as run_module
-from rayk.experiments.drafted import DraftTwins
 from rayk.experiments.judge import CellJudge
-from rayk.experiments.quantised import Twins
+from rayk.experiments.twins import Twins
 from rayk.reports import ResultWriter, exit_code, load
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.errors import DeviceError, UserError
@@ -45,7 +44,7 @@ class Judge(CellJudge):
 
     def __init__(self, error: Exception) -> None:
         self._errors = [error]
-        self.twins, self.draft_twins = Twins(), DraftTwins()
+        self.twins = Twins()
 
     def prepare(self, cell: Cell, prompts: Any) -> None:
         raise self._errors[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,19 @@ import pytest
 
 from rayk.experiments.drafted import (
     DraftReferences,
-    DraftTwins,
     Parting,
     compare_proposals,
-    draft_twin_of,
     is_near_tie,
     own_layers,
 )
 from rayk.kv.groups import group_layers
 from rayk.kv.riders import add_riders
 from rayk.oracle.cache import AnswerStore
-from rayk.specs import expand, load_spec
 from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow
 from rayk.types.speculative import SpeculativeConfig
 from tests.kv.brute import full, keyed
 from tests.models.tiny import write_checkpoint
-from tests.specs.models import decoder, spec
 
 OUTPUT = [5, 6, 7, 8, 9]
 
@@ -101,36 +96,6 @@ def test_two_tokens_that_are_as_good_are_no_mismatch(tmp_path: Path) -> None:
     assert not is_near_tie(asked, Parting(2, second, best), references)
     assert is_near_tie(asked, Parting(2, best, best), references)
     assert not is_near_tie(asked, Parting(2, best, best), None)
-
-
-def test_the_twin_is_the_decode_engine_alone(tmp_path: Path) -> None:
-    saved = write_checkpoint(tmp_path / "model", "llama")
-    settings = {
-        "checks": ["drafts"],
-        "speculative": {"method": "draft", "model": str(saved.path)},
-        "matrix": {"prefill.tp": [1], "decode.tp": [2]},
-    }
-    (cell,) = expand(load_spec(spec(**settings)).spec, decoder(), device="cpu")
-    twin = draft_twin_of(cell)
-    assert twin is not None
-    assert (twin.prefill, twin.decode, twin.prefill.tp) == (cell.decode, None, 2)
-    assert draft_twin_of(replace(cell, checks=("tokens",))) is None
-    assert draft_twin_of(twin) is None
-    (ngram,) = expand(
-        load_spec(spec(**settings | {"speculative": {"method": "ngram"}})).spec, decoder(), device="cpu"
-    )
-    assert draft_twin_of(ngram) is None
-    prompts, twins = [[1, 2, 3]], DraftTwins()
-    assert twins.missing(cell, prompts) == twin
-    assert twins.rows(cell, prompts) == {}
-
-    class Outcome:
-        requests = [row([(1, [2])]), row([], prompt_index=1, error="gone")]  # noqa: RUF012
-
-    twins.keep(twin, prompts, Outcome())  # type: ignore[arg-type]
-    assert twins.missing(cell, prompts) is None
-    assert twins.missing(cell, [[4]]) is not None
-    assert list(twins.rows(cell, prompts)) == [0]
 
 
 def test_a_drafters_layers_are_numbered_as_in_its_own_checkpoint() -> None:

@@ -1,11 +1,9 @@
-"""How quantised cells are judged: their twins, their tokens teacher-forced, their values dequantised."""
+"""How quantised cells are judged: their tokens teacher-forced, their values dequantised."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ import torch
 
 from rayk.engine.build import ThreadEngine
 from rayk.experiments.dequantised import dequantised
-from rayk.experiments.quantised import Twins, compare_forced, rounding_of, twin_of
+from rayk.experiments.quantised import compare_forced, rounding_of
 from rayk.experiments.references import References
 from rayk.kv.formats import FORMATS
 from rayk.kv.groups import group_layers
@@ -33,40 +31,6 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 def cell_of(**changes: Any) -> Any:
     ((cell, _),) = plan_cells(load_spec(spec(**changes)), decoder(), device="cpu")
     return cell
-
-
-def test_the_twin_is_one_engine_of_the_prefill_sides_tp_and_format() -> None:
-    cell = cell_of(dtype="float32", kv_dtype="nvfp4", prefill={"tp": 2}, decode={"tp": 4, "layout": "LBNHC"})
-    twin = twin_of(cell)
-    assert twin is not None
-    assert (twin.mode, twin.decode, twin.prefill) == ("aggregated", None, cell.prefill)
-    assert (twin.num_workers, twin.repeat, twin.faults) == (2, 1, ())
-    assert twin_of(twin) is None
-    assert twin_of(cell_of(dtype="float32")) is None, "transformers says what those should be"
-    assert twin_of(cell_of(dtype="float32", decode={"kv_dtype": "nvfp4"})) is None, (
-        "no engine keeps both formats"
-    )
-    assert twin_of(replace(cell, checks=("kv_bytes",))) is None
-
-
-def test_twins_are_run_once_and_kept_by_what_they_depend_on() -> None:
-    twins = Twins()
-    cell = cell_of(dtype="float32", kv_dtype="nvfp4", prefill={"tp": 2})
-    twin = twins.missing(cell, PROMPTS)
-    rows = [SimpleNamespace(prompt_index=i, output_token_ids=[7, 8 + i], error=None) for i in range(2)]
-    rows[1].error = "lost"
-    twins.keep(twin, PROMPTS, SimpleNamespace(requests=rows))  # type: ignore[arg-type]
-    assert twins.missing(cell, PROMPTS) is None
-    assert twins.tokens(cell, PROMPTS) == {0: [7, 8]}, "of a request that failed nothing is known"
-    other = cell_of(dtype="float32", kv_dtype="nvfp4", prefill={"tp": 2}, decode={"tp": 4})
-    assert twins.tokens(other, PROMPTS) == {0: [7, 8]}
-    for changed in (
-        cell_of(dtype="float32", kv_dtype="nvfp4", prefill={"tp": 1}),
-        cell_of(dtype="float32", kv_dtype="fp8_e4m3", prefill={"tp": 2}),
-        cell_of(dtype="float32", kv_dtype="nvfp4", prefill={"tp": 2}, sampling={"max_tokens": 3}),
-    ):
-        assert twins.missing(changed, PROMPTS) is not None
-    assert twins.missing(cell, PROMPTS[:1]) is not None
 
 
 def test_the_rounding_of_a_cell() -> None:
