@@ -36,6 +36,9 @@ from tests.quick_triton import quicken
 # Tiny models run several times faster on one thread than on two.
 torch.set_num_threads(1)
 
+# Until tests are collected: nothing of it is garbage, and looking for some takes a fifth of the time.
+gc.disable()
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 """Git-ignored: what the fixtures write here is kept, so that a second run costs nothing."""
@@ -153,6 +156,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and tests stay: no later collection of garbage need look at them, which takes long."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:
@@ -223,8 +227,15 @@ def real_model() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """Address of a cluster of this test session: two logical GPUs, no dashboard."""
+    """Address of a cluster of this test session: two logical GPUs, no dashboard, no metrics."""
     with cluster(num_cpus=4, num_gpus=2, object_store_memory=150 << 20) as found:
+        yield found.address
+
+
+@pytest.fixture(scope="module")
+def metered_address() -> Iterator[str]:
+    """Address of a cluster of this module that tells metrics."""
+    with cluster(has_metrics=True, num_cpus=4, num_gpus=2, object_store_memory=150 << 20) as found:
         yield found.address
 
 

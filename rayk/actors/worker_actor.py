@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,11 @@ class WorkerActor:
     a coroutine: see worker.LineStreams."""
 
     def __init__(self, name: str) -> None:
-        from rayk.actors.worker import Worker
-
+        gc.disable()  # what is imported stays, and looking for garbage in it is a fifth of the time
+        try:
+            from rayk.actors.worker import Worker
+        finally:
+            gc.enable()
         self._worker = Worker(name)
 
     def __repr__(self) -> str:

@@ -194,7 +194,7 @@ def end_of_server(url: str, prometheus: check.Prometheus, seen: Tripped) -> None
 
 @pytest.fixture(scope="module")
 def tripped(
-    ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory
+    metered_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> Tripped:
     try:
         tools.need("prometheus")
@@ -206,13 +206,13 @@ def tripped(
     sizes = ["--num-prefill", "2", "--num-decode", "1", "--failure-policy", "fail"]
     shutil.copytree(model, folder / "tripped")  # a model of its own: the server has a decode0 that turns
     with ExitStack() as server:
-        url = server.enter_context(serving(model, ray_address, *sizes))
-        with watched(ray_address, url, "--rules", str(rules)) as prometheus:
+        url = server.enter_context(serving(model, metered_address, *sizes))
+        with watched(metered_address, url, "--rules", str(rules)) as prometheus:
             for n in range(6):
                 assert complete(url, [*range(3, 35), 40 + n])[0] == 200
             change_role(url, prometheus, seen)
-            kill_an_engine(url, ray_address, prometheus, seen)
-            run_into_it(folder / "tripped", ray_address, folder, prometheus, seen)
+            kill_an_engine(url, metered_address, prometheus, seen)
+            run_into_it(folder / "tripped", metered_address, folder, prometheus, seen)
             assert targets_of(prometheus) == {"ray": {"up"}, "rayk-front": {"up"}}
             server.close()
             end_of_server(url, prometheus, seen)

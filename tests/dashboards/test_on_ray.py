@@ -75,7 +75,9 @@ def spec_of(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(
+    metered_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory
+) -> Seen:
     try:
         tools.need("prometheus")
     except tools.NotAvailableError as error:
@@ -85,10 +87,13 @@ def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pyte
     shutil.copytree(checkpoint("qwen3"), model)
     sizes = ["--num-prefill", "2", "--num-decode", "1", "--set", "engine.prefix_caching=true"]
     tier = ["--set", "offload.host_gib=0.05", "--set", f"offload.disk_folder={folder / 'pages'}"]
-    with serving(model, ray_address, *sizes, *tier) as front, watched(ray_address, front) as prometheus:
+    with (
+        serving(model, metered_address, *sizes, *tier) as front,
+        watched(metered_address, front) as prometheus,
+    ):
         ask_until_step_times_are_seen(front, prometheus)
         assert post(f"{front}/engines/prefill1/role", {"role": "decode"})[0] == 200
-        done = run_spec(spec_of(model), folder, ray_address)
+        done = run_spec(spec_of(model), folder, metered_address)
         assert done.returncode == 0, done.stderr
         assert set(load(folder / "run").cells["verdict"]) == {"PASS", "KV_MISMATCH"}
         until(lambda: "RaykKVMismatch" in fired(prometheus, WINDOW_S, MODEL), 60.0, "no alarm")

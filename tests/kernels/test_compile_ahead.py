@@ -26,7 +26,7 @@ from rayk.kernels.ahead import (
 from rayk.kernels.target import TARGETS
 from tests.conftest import CHECKPOINTS
 from tests.house import ROOT
-from tests.markers import thorough
+from tests.markers import slow, thorough
 
 Rows = list[dict[str, Any]]
 LIMITS = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
@@ -134,7 +134,7 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
     assert len({tuple(registers) for registers in uses.values()}) == len(LIMITS)
 
 
-@thorough
+@slow
 def test_in_production_the_next_tile_is_copied_while_one_is_multiplied(in_production: Rows) -> None:
     """Keys and values each have two buffers or more; nothing spills, and codes are loaded many at once."""
     attention = [row for row in in_production if row["tile_rows"] > 0 and row["tile_keys"] > 0]
@@ -148,7 +148,7 @@ def test_in_production_the_next_tile_is_copied_while_one_is_multiplied(in_produc
         assert row["programs"] >= 1, row
 
 
-@thorough
+@slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_scans_copy_the_next_chunk_while_one_is_computed(in_production: Rows, target: str) -> None:
     """Every loop over chunks; those over parts of one, which Triton may lay out flat, copy too. On sm_80 some
@@ -167,7 +167,7 @@ def test_scans_copy_the_next_chunk_while_one_is_computed(in_production: Rows, ta
             assert row["programs"] >= 2, row
 
 
-@thorough
+@slow
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
 def test_products_in_fp8_copy_the_next_tile_while_one_is_multiplied(in_production: Rows, target: str) -> None:
     """Of single matrices and of experts, for one row and for many, which have wgmma's 64 rows or more."""

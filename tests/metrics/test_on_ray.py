@@ -57,7 +57,7 @@ def total(samples: list[Sample], name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def run(
-    ray_address: str, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    metered_address: str, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, list[Sample]]]:
     """The outcome of a disaggregated cell, TP 2 to 1, and what was scraped when it was all told; the workers
     still live."""
@@ -79,7 +79,7 @@ def run(
         "matrix": [{"prefill.tp": 2, "decode.tp": 1}],
         "checks": ["tokens", "kv_bytes"],
     }
-    with launch.connect(ray_address):
+    with launch.connect(metered_address):
         loaded = load_spec(spec)
         planned = plan_cells(loaded, {str(model): load_config(str(model))})
         (cell,), _ = launch.fit_cells([c for c, _ in planned])
