@@ -134,6 +134,11 @@ def _values(item: pytest.Item, names: Sequence[str]) -> tuple[str, ...]:
     return item.nodeid.partition("[")[0], *(repr(attrgetter(name)(case)) for name in names)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Leave out of tests' names what is no name; pytest numbers those alike."""
+    return argname if isinstance(val, str | bytes) and len(val) > 80 else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With --dist loadgroup, tests in no group run file by file, so that what a module makes is made once.
