@@ -37,7 +37,7 @@ real = pytest.mark.real
 """Runs a real model, of the fixture `real_model`, whose checkpoint `make real` writes."""
 
 slow = pytest.mark.slow
-"""A sweep run by `make test-slow`."""
+"""Run by `make test-slow`: a sweep, or a test on Ray of what others on Ray have a part of."""
 
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton kernels on CPU tensors"

@@ -6,7 +6,7 @@ import pytest
 
 from rayk import Experiment, load
 from rayk.reports.stages import limit_rows
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow, thorough
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 LENGTHS = [40, 170, 300]
@@ -83,6 +83,7 @@ def test_what_is_handed_over_through_the_tier_comes_from_there(run):
     assert run.cells["host_tier.hits"].tolist() == [0, 3, 6]
 
 
+@slow
 def test_cells_of_unlike_dtypes_share_a_folder_and_no_page(ray_address, checkpoint, tmp_path):
     """Quantised, their pages look alike. A kind's tier ends before another's begins: the third cell finds on
     disk what the first one stored."""

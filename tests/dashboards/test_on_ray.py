@@ -16,9 +16,9 @@ from dashboards.table import ABSENT_ON_CPU, ABSENT_UNDRAFTED, ABSENT_UNPACED, DA
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.dashboards.watching import complete, fired, post, run_spec, serving, targets_of, until, watched
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(900), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(900), slow]
 WINDOW_S = 600.0
 NEVER_HAPPENED = frozenset(
     {

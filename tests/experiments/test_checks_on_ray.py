@@ -10,9 +10,9 @@ import pytest
 
 from rayk import Experiment, load
 from rayk.reports import exit_code
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 
 ALL = ["logprobs", "kv_bytes", "kv_values"]
 

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment, load
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 
 LAYERS, FAST = 4, 2
 NUM_PROMPTS, NUM_PROMPT_TOKENS, MAX_TOKENS = 3, 5 + 37 + 300, 12

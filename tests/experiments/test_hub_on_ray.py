@@ -27,7 +27,7 @@ from tests.local_hub import (
     local_hub,
     with_tiny_model,
 )
-from tests.markers import nixl, ray, slow, thorough
+from tests.markers import nixl, ray, slow
 from tests.serve.test_serve_command import serving
 
 pytestmark = [ray, nixl, pytest.mark.timeout(300)]
@@ -87,7 +87,7 @@ def holds(home: Path) -> bool:
     return (home / "hub").is_dir() and len([*home.glob(f"hub/*/snapshots/{COMMIT}/{WEIGHTS}")]) == 1
 
 
-@thorough
+@slow
 def test_a_run_on_two_nodes_that_each_fetch_the_model(
     world: World, spec: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 
 NUM_PROMPTS = 4
 MAX_TOKENS = 160

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from rayk import Experiment, load
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 
 NUM, RATE = 9, 8.0
 LENGTHS = [5, 37, 300]

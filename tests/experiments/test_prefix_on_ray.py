@@ -7,9 +7,9 @@ import json
 import pytest
 
 from rayk import Experiment, load
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 NUM_REQUESTS, NUM_TOKENS = 3, 300
 BLOCK_BYTES = 16 * 4 * 2 * 2 * 16 * 4
 """16 tokens in 4 layers, K and V of 2 heads of 16 elements."""

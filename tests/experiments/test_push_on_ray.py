@@ -7,9 +7,9 @@ import pytest
 
 from rayk import Experiment, load
 from tests.experiments.test_on_ray import KV_BYTES, LAYERS
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ import torch
 from rayk import Experiment
 from rayk.actors.tokenizer import load_decoder
 from tests.helpers import assert_matches
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, pytest.mark.timeout(240), slow]
 
 STOP = "e"
 

@@ -13,9 +13,9 @@ import yaml
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.house import ROOT
-from tests.markers import interpreted, nixl, ray, thorough
+from tests.markers import interpreted, nixl, ray, slow
 
-pytestmark = [ray, nixl, interpreted, pytest.mark.timeout(240), thorough]
+pytestmark = [ray, nixl, interpreted, pytest.mark.timeout(240), slow]
 
 
 def test_tokens_are_right_and_the_results_name_the_interpreter(

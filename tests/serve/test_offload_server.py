@@ -18,7 +18,7 @@ from rayk.actors import launch
 from rayk.actors.fleets import fleet_names
 from rayk.specs.experiment import OffloadSpec, TransferSpec
 from tests.actors.served import Got, Served, complete, settings_for
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow, thorough
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 NUM_TOKENS = 60
@@ -128,6 +128,7 @@ def test_a_prefix_that_one_engine_computed_is_found_by_the_other(swapping, promp
     assert sorted(gained.values()) == [1, 2]
 
 
+@slow
 def test_a_tier_behind_a_router_keeps_salts_apart(swapping, prompts) -> None:
     """As swapped requests are, whose salt comes back with them."""
 
@@ -147,6 +148,7 @@ def test_a_tier_behind_a_router_keeps_salts_apart(swapping, prompts) -> None:
     assert [asyncio.run(run(salt)) for salt in ("a", "b")] == [[0, 80]] * 2
 
 
+@slow
 def test_killing_the_tier_twice_costs_no_answer(swapping, prompts, expected) -> None:
     """While 16 clients ask for one prompt after the other."""
     found: list[tuple[int, Got]] = []
@@ -182,6 +184,7 @@ def test_killing_the_tier_twice_costs_no_answer(swapping, prompts, expected) -> 
     assert all(n > before[name] for name, n in counted(swapping, "stores").items())
 
 
+@slow
 def test_hand_overs_go_on_through_the_tier_that_takes_a_lost_ones_place(
     cluster: None, checkpoint, prompts, expected
 ) -> None:
