@@ -18,7 +18,7 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -35,9 +35,6 @@ from tests.quick_triton import quicken
 
 # Tiny models run several times faster on one thread than on two.
 torch.set_num_threads(1)
-
-# Until tests are collected: nothing of it is garbage, and looking for some takes a fifth of the time.
-gc.disable()
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -101,18 +98,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thin_sweeps(items: list[pytest.Item]) -> None:
-    """Of tests with the marker `sweep`, all cases get the marker `slow` but every nth and the first of each
-    value."""
-    num_cases: Counter[str] = Counter()
-    seen = set()
+    """Of tests with the marker `sweep`, all cases get the marker `slow` but every nth, and the first with a
+    value that several cases share, or that the marker names."""
+    swept = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("sweep")
-        if marker is not None:
-            name, key = item.nodeid.partition("[")[0], _values(item, marker.args[1:])
-            if num_cases[name] % marker.args[0] and key in seen:
-                item.add_marker(pytest.mark.slow)
-            num_cases[name] += 1
-            seen.add(key)
+        if item.get_closest_marker("sweep") is not None and item.get_closest_marker("slow") is None:
+            swept[item.nodeid.partition("[")[0]].append(item)
+    for cases in swept.values():
+        every, *names = cases[0].get_closest_marker("sweep").args  # type: ignore[union-attr]
+        values = [_values(case, [*_params(case), *names]) for case in cases]
+        num_cases = Counter(value for of in values for value in of.items())
+        seen: set[tuple[str, str]] = set()
+        for number, (case, of) in enumerate(zip(cases, values, strict=True)):
+            wanted = {value for value in of.items() if num_cases[value] > 1 or value[0] in names}
+            if number % every and wanted <= seen:
+                case.add_marker(pytest.mark.slow)
+            else:
+                seen |= wanted
 
 
 def _mark_others(items: list[pytest.Item]) -> None:
@@ -122,16 +124,20 @@ def _mark_others(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("one_per")
         if marker is None or item.get_closest_marker("slow") is not None:
             continue
-        key = _values(item, marker.args)
+        key = item.nodeid.partition("[")[0], *_values(item, marker.args).items()
         if key in seen:
             item.add_marker(pytest.mark.thorough)
         seen.add(key)
 
 
-def _values(item: pytest.Item, names: Sequence[str]) -> tuple[str, ...]:
-    """The test, and what its case has for these parameters."""
-    case = SimpleNamespace(**item.callspec.params)  # type: ignore[attr-defined]
-    return item.nodeid.partition("[")[0], *(repr(attrgetter(name)(case)) for name in names)
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params  # type: ignore[attr-defined]
+
+
+def _values(item: pytest.Item, names: Sequence[str]) -> dict[str, str]:
+    """What a case has for these parameters, or attributes of parameters, as text."""
+    case = SimpleNamespace(**_params(item))
+    return {name: repr(attrgetter(name)(case)) for name in names}
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
@@ -157,11 +163,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage meanwhile: nothing of it is, and that takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and tests stay: no later collection of garbage need look at them, which takes long."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_runtest_setup() -> None:
@@ -230,17 +245,20 @@ def real_model() -> Path:
     return REAL_MODEL
 
 
+_HEAD: dict[str, Any] = {"num_cpus": 4, "num_gpus": 2, "object_store_memory": 150 << 20}
+
+
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     """Address of a cluster of this test session: two logical GPUs, no dashboard, no metrics."""
-    with cluster(num_cpus=4, num_gpus=2, object_store_memory=150 << 20) as found:
+    with cluster(**_HEAD) as found:
         yield found.address
 
 
 @pytest.fixture(scope="module")
 def metered_address() -> Iterator[str]:
     """Address of a cluster of this module that tells metrics."""
-    with cluster(has_metrics=True, num_cpus=4, num_gpus=2, object_store_memory=150 << 20) as found:
+    with cluster(has_metrics=True, **_HEAD) as found:
         yield found.address
 
 

@@ -30,8 +30,8 @@ one_per = pytest.mark.one_per
 """`@one_per("cell.model")`: `make test` takes one case per model. Where nothing is named it takes one."""
 
 sweep = pytest.mark.sweep
-"""`@sweep(5, "model")`: `make test-all` takes every fifth case and the first of each model, `make test-slow`
-the others. A number that divides no parameter's count of values meets them all."""
+"""`@sweep(5, "cell.model")`: `make test-all` takes every fifth case, and the first with each model or with a
+value that several cases share; `make test-slow` the others."""
 
 real = pytest.mark.real
 """Runs a real model, of the fixture `real_model`, whose checkpoint `make real` writes."""

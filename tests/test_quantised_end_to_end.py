@@ -112,7 +112,7 @@ def test_what_engines_say_is_the_rounded_references(model: Model, name: str) -> 
         check_forced(model, model.aggregated(name, tp), (name, name))
 
 
-@sweep(3, "names")
+@sweep(3)
 @one_per("names")
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)], ids=lambda t: f"{t[0]}to{t[1]}")
 @pytest.mark.parametrize("names", CONVERTED, ids="-to-".join)

@@ -151,7 +151,7 @@ def run(model: Model, seed: int, **settings: Any) -> Drafted:
     return drafted
 
 
-@sweep(3, "family")
+@sweep(3)
 @one_per("family")
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("size", [None, 1, 3, 8])

@@ -37,7 +37,7 @@ def run(engine: ThreadEngine, texts: Sequence[Sequence[int]], name: str = "r") -
     return [one.token_ids for one in done]
 
 
-@sweep(5)
+@sweep(12)
 @one_per("method")
 @pytest.mark.parametrize(
     ("shape", "own_tp"), [({}, None), ({"tp": 2}, None), ({"tp": 2, "layout": "BHLNC"}, 2)], ids=str
@@ -63,7 +63,7 @@ def test_they_are_an_oracles(
     made.check(found)
 
 
-@sweep(3)
+@sweep(12)
 @pytest.mark.parametrize(("method", "family"), APPLIES)
 @one_per()
 def test_they_are_the_same_after_a_preemption(
@@ -83,7 +83,7 @@ def test_they_are_the_same_after_a_preemption(
     made.check(found)
 
 
-@sweep(2)
+@sweep(7)
 @one_per()
 @pytest.mark.parametrize(("method", "family"), [pair for pair in APPLIES if pair[0] != "draft"])
 def test_they_are_the_same_after_a_cached_prefix(

@@ -15,7 +15,7 @@ from tests.pd import Pair, make_request
 NUM_TOKENS = 12
 
 
-@sweep(5)
+@sweep(10)
 @one_per("method", "push")
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def moved(outcomes: dict[int, TransferOutcome]) -> int:
     return sum(row.bytes for outcome in outcomes.values() for row in outcome.rows)
 
 
-@sweep(5)
+@sweep(15)
 @one_per()
 @pytest.mark.parametrize(("family", "layout", "size", "chosen"), cases())
 def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size: int, chosen: slice) -> None:

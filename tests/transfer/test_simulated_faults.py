@@ -53,7 +53,7 @@ def run_all(faults: list[Fault], mode: str, seeds: range) -> None:
                 fail(world, problems, World(seed, (fault,), mode=mode, policy=policy, tracing=True))
 
 
-@sweep(5)
+@sweep(16)
 @thorough
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(8))
