@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import ray
@@ -17,6 +18,8 @@ UCX = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": "/tmp/rayk-ucx-%p.log"}
 CALL_S = 120.0
 ROUND_S = 8.0
 """For a round of a measurement, on a machine that has other work; those of an ordinary one fit CALL_S."""
+TAKE_IN_S = 2.0
+"""How often a producer looks at what it is told while its consumer is measured."""
 
 
 class Hosts:
@@ -52,7 +55,7 @@ class Hosts:
         consumers = self._connect(cell)
         ticket = self._get(p.fill.remote("lease"))
         if cell.mode == "pull":
-            found = self._get(d.measure.remote(ticket, rounds), max(CALL_S, rounds * ROUND_S))
+            found = self._measured(d.measure.remote(ticket, rounds), max(CALL_S, rounds * ROUND_S))
             found["offer_cpu_s"] = self._get(p.offer_cpu_s.remote(rounds))
         else:
             tables = self._get(d.tables.remote())
@@ -60,6 +63,15 @@ class Hosts:
         wrong = sum(n for n, _ in self._get(d.check.remote()))
         if wrong:
             raise RuntimeError(f"{cell.cell_id}: {wrong} bytes are wrong")
+        return found
+
+    def _measured(self, measuring: Any, timeout_s: float) -> dict[str, Any]:
+        """What a consumer found. Meanwhile the producer takes in what it is told of its pulls: after some
+        hundreds of messages that nobody looked at UCX sends no more, and no read of that process ends."""
+        until = time.monotonic() + timeout_s
+        while not ray.wait([measuring], timeout=TAKE_IN_S)[0] and time.monotonic() < until:
+            self._get(self._producer.take_in.remote())
+        found: dict[str, Any] = self._get(measuring, 0.0)
         return found
 
     def _connect(self, cell: SweepCell) -> list[CacheDescription]:
