@@ -14,6 +14,7 @@ from rayk.cli.guard import guarded, stderr, stdout
 
 if TYPE_CHECKING:
     from rayk.models.memory_plan import MemoryPlan, SizePlan
+    from rayk.types.speculative import SpeculativeConfig
 
 SYMBOLS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
 
@@ -42,17 +43,25 @@ def doctor(
         int | None,
         typer.Option(min=1, help="For --model: length of a request [default: 4096, or what the model has]."),
     ] = None,
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,..",
+            help="For --model: how its engine drafts: method=eagle3,model=DIR [default: it does not].",
+        ),
+    ] = None,
 ) -> None:
     """Say what this machine can do: devices, Ray, NIXL transports (measured), Triton, versions. And what
     listens here: each port of Ray's and rayk's processes, and what it asks of whoever comes.
 
     With --model: the bytes of its weights and KV, and the blocks that are left for KV, at each TP size and
-    in pipeline stages; where ranks share heads, with tokens dealt over them, too.
+    in pipeline stages; where ranks share heads, with tokens dealt over them, too. A drafter's weights and KV
+    count with --speculative.
 
     Exit 0: experiments can run here, or the model fits. 1: something they need is missing, or it does not.
     """
     if model is not None:
-        _plan(model, gpus, tokens, output_format)
+        _plan(model, gpus, tokens, speculative, output_format)
         return
     from rich.markup import escape
     from rich.table import Table
@@ -76,12 +85,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _plan(model: Path, gpus: str, tokens: int | None, output_format: DoctorFormat) -> None:
+def _plan(
+    model: Path, gpus: str, tokens: int | None, speculative: str | None, output_format: DoctorFormat
+) -> None:
     """Print the memory plan. Exit 1 if the model fits at no size."""
     from rayk.models.memory_plan import plan_memory
 
+    drafts = None if speculative is None else _drafts(str(model), speculative)
     stderr().print("counting, a few seconds")
-    plan = plan_memory(model, gpus, tokens=tokens)
+    plan = plan_memory(model, gpus, tokens=tokens, speculative=drafts)
     if output_format is DoctorFormat.json:
         typer.echo(json.dumps(asdict(plan) | {"fits": plan.fits}, indent=2))
     else:
@@ -90,8 +102,27 @@ def _plan(model: Path, gpus: str, tokens: int | None, output_format: DoctorForma
         raise typer.Exit(1)
 
 
+def _drafts(model: str, speculative: str) -> SpeculativeConfig | None:
+    """Read the settings as a spec's section of this name. Raises SpecError."""
+    from rayk.cli.explain import pairs_of
+    from rayk.specs.load import load_spec, with_pinned_drafters
+    from rayk.specs.speculative import drafts_of
+
+    given = {"model": model, "prompts": {"random": {}}, "speculative": pairs_of(speculative)}
+    return drafts_of(with_pinned_drafters(load_spec(given, source="options")).spec, "prefill")
+
+
 def _layers_to_set(size: SizePlan) -> str:
     return "" if size.pp_layers is None else f"pp_layers: [{', '.join(map(str, size.pp_layers))}]"
+
+
+def _about_drafts(plan: MemoryPlan) -> list[str]:
+    if not plan.draft_weight_bytes:
+        return []
+    return [
+        f"its drafter ({plan.drafts}) has weights of {plan.draft_weight_bytes / 1e9:,.2f} GB, counted below, "
+        f"and keeps {plan.draft_token_bytes:,} bytes of a token more"
+    ]
 
 
 def _print_plan(plan: MemoryPlan) -> None:
@@ -106,6 +137,7 @@ def _print_plan(plan: MemoryPlan) -> None:
         f"{plan.num_parameters:,} parameters, stored as {plan.stored_as}, held {plan.held_as}",
         f"a token keeps {plan.kv_token_bytes:,} bytes of KV in {plan.dtype} before TP, until windows and "
         f"chunks are full; a request {plan.state_bytes:,} bytes of states",
+        *_about_drafts(plan),
     ):
         stdout().print(line, markup=False, highlight=False)
     table = Table()

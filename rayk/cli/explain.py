@@ -144,7 +144,7 @@ def _explain(
         "dtype": dtype,
         "kv_dtype": kv_dtype,
         "kv_scales": kv_scales,
-        "speculative": None if speculative is None else _pairs(speculative),
+        "speculative": None if speculative is None else pairs_of(speculative),
         "transfer": {"mode": transfer_mode, "staging": staging},
     }
     for name in SIDES:
@@ -202,10 +202,10 @@ def _value(name: str, value: Any) -> Any:
     is_section = section_model(SideSpec.model_fields[name].annotation) is not None
     if "list" in annotation:
         return [int(text) if text.strip().isdecimal() else text for text in value.split(",")]
-    return _pairs(value) if is_section or "dict" in annotation else value
+    return pairs_of(value) if is_section or "dict" in annotation else value
 
 
-def _pairs(given: str) -> dict[str, Any]:
+def pairs_of(given: str) -> dict[str, Any]:
     """Read KEY=VALUE,..; numbers are numbers."""
     pairs = [part.partition("=") for part in given.split(",")]
     return {key.strip(): int(text) if text.strip().isdigit() else text.strip() for key, _, text in pairs}

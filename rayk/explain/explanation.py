@@ -220,7 +220,7 @@ def locate(
         raise UserError(problem=f"no side {side!r}", where="--side", mend="prefill or decode")
     if rank >= engine.num_ranks:
         raise UserError(problem=f"rank {rank} of a {side} engine of {engine.parallel_text}", where="--rank")
-    ranks = plan_engine(engine, config).ranks
+    ranks = _planned(engine, config, None).ranks
     geometry = ranks[rank]
     if find is not None:
         return find_coordinate(ranks, rank, find, _sources(config))

@@ -30,6 +30,8 @@ class Riders:
     """The spec of the rows that each layer can see, where `specs` keep more (windows)."""
     drafter: str = ""
     """Names the drafter's weights and settings: rows of two drafters do not mean the same."""
+    looks_ahead: bool = False
+    """A row depends on the token after its own, too."""
 
 
 def add_riders(

@@ -4,18 +4,23 @@ and what it holds then."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
 from rayk.attention import get_backend
 from rayk.models.build import Build
 from rayk.models.config import DecoderConfig
-from rayk.models.decoder import build_decoder
+from rayk.models.decoder import Decoder, build_decoder
+from rayk.models.drafters.config import DrafterConfig
+from rayk.models.drafters.loader import load_drafter
 from rayk.models.families import FAMILIES
-from rayk.models.formats import Fp8
+from rayk.models.formats import Fp8, Quantisation
+from rayk.models.headers import StoredTensor
 from rayk.models.pieces import Pieces
-from rayk.models.weights import ShapeReader
+from rayk.models.weights import HeaderReader, ShapeReader, WeightReader
 from rayk.parallel.local import LocalComm
 
 
@@ -34,6 +39,32 @@ class _Shapes(ShapeReader):
         return piece
 
 
+class _Headers(HeaderReader):
+    """Counts the elements that are read of files, and reads numbers of tokens in earnest."""
+
+    def __init__(self, folder: Path, plain: Callable[[str], str], quantisation: Quantisation | None) -> None:
+        super().__init__(folder, plain, quantisation)
+        self.num_read: dict[tuple[str, range | None, range | None], int] = {}
+
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        piece = super().read(name, shape, rows, columns)
+        self.num_read[name, rows, columns] = piece.numel()
+        return piece
+
+    def _piece(
+        self, name: str, tensor: StoredTensor, rows: range | None, columns: range | None
+    ) -> torch.Tensor:
+        if tensor.dtype in _NUMBERS:
+            return WeightReader._piece(self, name, tensor, rows, columns)
+        return super()._piece(name, tensor, rows, columns)
+
+
+_NUMBERS = ("I64", "I32", "BOOL")
+"""Dtypes of the tensors that say which tokens a head proposes."""
+
+
 @lru_cache(maxsize=2)
 def rank_pieces(
     config: DecoderConfig, tp: int, rank: int, stage: range | None = None
@@ -44,11 +75,27 @@ def rank_pieces(
     The decoder is built on torch's meta device, so that its layers say what they hold. The model must run at
     this TP size (tensor_parallel).
     """
-    comm, backend, reader = LocalComm(), get_backend("reference", "cpu"), _Shapes()
-    comm.size, comm.rank = tp, rank
-    pieces = Pieces(reader, FAMILIES[config.family].weights, torch.bfloat16, torch.device("meta"))
-    build_decoder(Build(pieces=pieces, config=config, comm=comm, backend_for=lambda _: backend, stage=stage))
+    reader = _Shapes()
+    _shape_of_decoder(config, reader, tp, rank, stage)
     return tuple((name, shape) for (name, _, _), shape in reader.read_pieces.items())
+
+
+def _shape_of_decoder(
+    config: DecoderConfig, reader: _Shapes, tp: int, rank: int, stage: range | None = None
+) -> Decoder:
+    backend = get_backend("reference", "cpu")
+    pieces = Pieces(reader, FAMILIES[config.family].weights, torch.bfloat16, torch.device("meta"))
+    comm = _imagined(tp, rank)
+    return build_decoder(
+        Build(pieces=pieces, config=config, comm=comm, backend_for=lambda _: backend, stage=stage)
+    )
+
+
+def _imagined(size: int, rank: int) -> LocalComm:
+    """Return what says which rank a layer is cut for; nothing is sent by it."""
+    comm = LocalComm()
+    comm.size, comm.rank = size, rank
+    return comm
 
 
 def num_parameters(config: DecoderConfig) -> int:
@@ -82,3 +129,26 @@ def rank_bytes(config: DecoderConfig, tp: int, rank: int) -> int:
         else quantisation.stored_bytes(name, shape, itemsize)
         for name, shape in rank_pieces(config, tp, rank)
     )
+
+
+def drafter_bytes(config: DecoderConfig, drafter: DrafterConfig, tp: int, rank: int) -> int:
+    """Count the bytes of the weights that a drafter adds to a rank of the model's, in the model's dtype: it
+    is dequantised. Its files' headers say which it has. Raises as load_drafter does."""
+    readers: list[_Headers] = []
+
+    def opened(folder: Path, plain: Callable[[str], str], quantisation: Quantisation | None) -> WeightReader:
+        readers.append(_Headers(folder, plain, quantisation))
+        return readers[-1]
+
+    backend = get_backend("reference", "cpu")
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    load_drafter(
+        drafter,
+        _shape_of_decoder(config, _Shapes(), tp, rank),
+        comm=_imagined(tp, rank),
+        dtype=dtype,
+        device=torch.device("meta"),
+        backend_for=lambda _: backend,
+        open_weights=opened,
+    )
+    return sum(count for reader in readers for count in reader.num_read.values()) * dtype.itemsize

@@ -19,6 +19,7 @@ from rayk.kv.layout import resolve_layout
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.drafters.refusals import why_no_drafts
+from rayk.models.engine_pool import shared_riders
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.models.tensor_parallel import bad_division, why_tp_unsupported
 from rayk.sched.arrivals import due_times
@@ -37,7 +38,7 @@ from rayk.specs.vllm_engines import (
     vllm_engines,
 )
 from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
-from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
+from rayk.types.errors import LayoutVetoed, SpecError, Unsupported, UserError
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, ExpectedOutcome, Fault, expected
 from rayk.types.model_names import short_name
 from rayk.types.request import SamplingParams
@@ -353,15 +354,21 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
         failure_policy=spec.failure_policy,
         gpus_per_worker=spec.gpus_per_worker,
         spec=spec,
-        host_tokens=_host_tokens(spec, prefill, config),
+        host_tokens=_host_tokens(spec, prefill, decode, config),
     )
 
 
-def _host_tokens(spec: ExperimentSpec, engine: EngineConfig, config: DecoderConfig) -> int:
+def _host_tokens(
+    spec: ExperimentSpec, prefill: EngineConfig, decode: EngineConfig | None, config: DecoderConfig
+) -> int:
     settings = spec.offload.settings()
-    if settings is None or settings.load == "never" or _refusal(spec, config, engine, None)[1] is not None:
+    if settings is None or settings.load == "never" or _refusal(spec, config, prefill, None)[1] is not None:
         return 0
-    groups = engine_groups(engine, config)
+    engines = (prefill,) if decode is None else (prefill, decode)
+    try:
+        groups = engine_groups(prefill, config, shared_riders(engines, config))
+    except (UserError, Unsupported):
+        return 0  # a drafter that does not fit: speculative_checks refuses it in the spec's words
     token_bytes = sum(page_bytes(g.spec) * len(g.layers) / g.spec.block_size for g in groups)
     return int(settings.host_bytes / token_bytes)
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from rayk.kv.geometry import layout_veto, plan_rank
 from rayk.kv.layout import KVCacheLayout
 from rayk.kv.outbox import num_outbox_blocks
+from rayk.kv.riders import tabled
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import engine_groups, tier_groups
-from rayk.parallel.shard import engine_shape
+from rayk.models.drafters.config import find_drafter
+from rayk.models.engine_pool import engine_pool, shared_riders
+from rayk.models.kv_specs import tier_groups
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import (
     check_cell_device,
@@ -190,8 +192,9 @@ def _check_outbox(
     if not num_bytes:
         return
     try:
-        shape = engine_shape(engine, config.num_layers)
-        num_outbox_blocks(engine_groups(engine, config), shape, engine.num_blocks, num_bytes)
+        (rank, *_) = engine_pool(engine, config)
+        groups = [g.group for g in rank.groups]
+        num_outbox_blocks(groups, rank.shape, engine.num_blocks, num_bytes)
     except Unsupported:
         pass  # the cell's verdict says so
     except UserError as error:
@@ -208,29 +211,39 @@ def _check_tier(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     settings = cell.spec.offload.settings()
     if settings is None:
         return
-    layout = KVCacheLayout(settings.layout)
+    layout, riders = KVCacheLayout(settings.layout), shared_riders(cell.engines, config)
     for engine in cell.engines:
-        groups = tier_groups(engine, config, settings)
+        groups = tier_groups(engine, config, settings, riders)
         veto = layout_veto(groups, layout)
         if veto is not None:
             where, mend = loaded.where("offload.layout"), "offload: {layout: BHLNC}"
             raise SpecError(problem=f"the host tier: {veto}", where=where, mend=mend)
         block_bytes = plan_rank(groups, layout, num_blocks=2).block_bytes
-        least = (1 + len(groups)) * block_bytes
+        num_groups = len(tabled(groups))
+        least = (1 + num_groups) * block_bytes
         if settings.host_bytes < least:
             raise SpecError(
                 problem=f"a host tier of {settings.host_bytes:,} bytes cannot hold a block of each of "
-                f"{len(groups)} KV groups and the null block, of {block_bytes:,} bytes each",
+                f"{num_groups} KV groups and the null block, of {block_bytes:,} bytes each",
                 where=loaded.where("offload.host_gib"),
                 mend=f"offload: {{host_gib: {least / 2**30:.6f}}} or more",
             )
         _check_outbox(engine, settings.on(engine.device).outbox_bytes, config, loaded)
+    if cell.decode is None or cell.spec.transfer.path == "direct":
+        return
     kinds = {(e.dtype, e.kv_dtype, e.kv_scales, e.hybrid_kv) for e in cell.engines}
-    if cell.decode is not None and cell.spec.transfer.path == "host" and len(kinds) > 1:
+    if len(kinds) > 1:
         raise SpecError(
             problem="transfer.path: host, and KV formats or groups of the engines differ: no tier is both's",
             where=loaded.where("transfer.path"),
             mend="transfer: {path: direct}, or one kv_dtype, kv_scales and hybrid_kv for both sides",
+        )
+    found = (find_drafter(engine, config) for engine in cell.engines)
+    if len({(d.method, d.path) for d in found if d is not None}) > 1:
+        raise SpecError(
+            problem="transfer.path: host, and the engines have unlike drafters: no tier is both's",
+            where=loaded.where("transfer.path"),
+            mend="transfer: {path: direct}, or one drafter, on both sides or on one",
         )
 
 

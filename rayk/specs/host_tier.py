@@ -10,12 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from rayk.kv.geometry import plan_rank
-from rayk.kv.layout import LAYOUTS
-from rayk.kv.scratch import plan_scratch
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import engine_groups
-from rayk.parallel.shard import engine_shape
+from rayk.models.engine_pool import engine_pool
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import OffloadSpec
 from rayk.specs.load import LoadedSpec
@@ -78,16 +74,8 @@ def check_pools(engines: Iterable[EngineConfig], config: DecoderConfig, where: s
 
 @lru_cache(maxsize=1024)
 def _pool_bytes(engine: EngineConfig, config: DecoderConfig) -> int:
-    """Count the bytes of the KV pool on all ranks, and of the blocks behind it that drafts need."""
-    layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
-    groups = engine_groups(engine, config)
-    shape = engine_shape(engine, config.num_layers)
-    ranks = (plan_rank(groups, layout, shape=shape, rank=n, num_blocks=2) for n in range(shape.num_ranks))
-    scratch = plan_scratch(
-        groups, num_blocks=engine.num_blocks, max_seqs=engine.max_seqs, num_drafts=engine.max_drafts
-    )
-    num_blocks = engine.num_blocks + (scratch.num_blocks if scratch is not None else 0)
-    return sum(rank.block_bytes for rank in ranks) * num_blocks
+    """Count the bytes of the KV pool on all ranks, a drafter's pages and the blocks behind it included."""
+    return sum(rank.buffer_bytes for rank in engine_pool(engine, config))
 
 
 def _memory_gib() -> float:

@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import max_request_blocks
-from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
 from rayk.models.drafters.config import drafts_by_mtp
+from rayk.models.engine_pool import engine_pool
 from rayk.models.families import load_config, read_config
 from rayk.models.headers import check_weights
 from rayk.models.hub import model_folder, pinned
 from rayk.models.kv_specs import engine_groups
-from rayk.parallel.shard import engine_shape
 from rayk.specs.cells import Cell
 from rayk.specs.checks import plan_cells
 from rayk.specs.devices import check_device
@@ -365,15 +363,14 @@ def _with_pools(
 
 
 def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
-    groups = engine_groups(engine, config)
-    layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
-    shape = engine_shape(engine, config.num_layers)
-    ranks = (plan_rank(groups, layout, shape=shape, rank=n, num_blocks=2) for n in range(shape.num_ranks))
-    block_bytes = max(rank.block_bytes for rank in ranks)
-    each = max_request_blocks(groups, config.max_positions, engine.max_batch_tokens)
+    few = replace(engine, num_blocks=2)
+    ranks = engine_pool(few, config)
+    num_behind = ranks[0].num_blocks - few.num_blocks
+    fitting = POOL_BYTES // max(rank.block_bytes for rank in ranks) - num_behind
+    each = max_request_blocks(engine_groups(engine, config), config.max_positions, engine.max_batch_tokens)
     # As many again for those that wait to be handed over, or are handed over just now.
     enough = 2 * each * engine.max_seqs + 1
-    return replace(engine, num_blocks=min(enough, max(DEFAULT_BLOCKS, POOL_BYTES // block_bytes)))
+    return replace(engine, num_blocks=min(enough, max(DEFAULT_BLOCKS, fitting)))
 
 
 def _pool_tokens(engines: Iterable[EngineConfig], config: DecoderConfig) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 from rayk.kv.riders import Riders
 from rayk.models.config import DecoderConfig
@@ -15,8 +16,13 @@ from rayk.types.config import EngineConfig
 def riders_of(drafter: DrafterConfig, engine: EngineConfig) -> Riders:
     """Return what the layers keep in an engine. Raises CheckpointError if the drafter's weights cannot be
     read."""
+    return replace(unnamed_riders(drafter, engine), drafter=drafter_name(drafter))
+
+
+def unnamed_riders(drafter: DrafterConfig, engine: EngineConfig) -> Riders:
+    """Return the same without the drafter's name, for which weights are read: enough to count bytes."""
     specs, seen = drafter_specs(drafter, engine), drafter_specs(drafter, engine, as_seen=True)
-    return Riders(specs, None if seen == specs else seen, drafter_name(drafter))
+    return Riders(specs, None if seen == specs else seen, looks_ahead=drafter.takes_hidden)
 
 
 def engine_riders(engine: EngineConfig, target: DecoderConfig) -> Riders | None:
