@@ -389,6 +389,9 @@ class Worker:
                 "num_waiting": leader.scheduler.num_waiting,
                 "num_preemptions": leader.scheduler.num_preemptions,
             }
+            if leader.manager.has_riders and leader.scheduler.drafting is not None:
+                report["num_undrafted_requests"] = leader.scheduler.drafting.num_undrafted
+                report["num_undrafted_tokens"] = leader.manager.num_undrafted_tokens
             if handover is not None and handover.offloading is not None:
                 report["offload"] = handover.offloading.status()
         return report

@@ -181,3 +181,6 @@ def _report_drafts(meter: Meter, leader: Leader, num_positions: int) -> None:
     for position, number in by_position.items():
         name = "rayk_spec_decode_num_accepted_tokens_per_pos_total"
         total(name, number, position=str(position))
+    if leader.manager.has_riders:
+        total("rayk_spec_decode_num_undrafted_requests_total", drafting.num_undrafted)
+        total("rayk_spec_decode_num_undrafted_tokens_total", leader.manager.num_undrafted_tokens)

@@ -157,6 +157,17 @@ _ENGINE = (
         "The same by position in the draft, from 0",
         "position",
     ),
+    _by_leader(
+        "rayk_spec_decode_num_undrafted_requests_total",
+        "requests",
+        "Requests that nothing is proposed for, since the drafter lacks KV of their first tokens; absent, "
+        "like the next one, where no drafter keeps any",
+    ),
+    _by_leader(
+        "rayk_spec_decode_num_undrafted_tokens_total",
+        "tokens",
+        "Tokens of cached prefixes that were computed once more for a drafter that lacked their KV",
+    ),
     _counter("rayk_num_preemptions_total", "requests", "Requests preempted for want of blocks"),
     _counter("rayk_prefix_cache_queries_total", "tokens", "Prompt tokens looked for in the prefix cache"),
     _counter("rayk_prefix_cache_hits_total", "tokens", "Of these, found"),

@@ -90,6 +90,8 @@ class Drafting:
         self._lacks_rows, self._have_rows = lacks_rows, have_rows
         self._most_rows = most_rows
         self._draws = draws
+        self.num_undrafted = 0
+        """Counts requests that a drafter on ranks proposes nothing for, since it lacks rows of theirs."""
         self._asked: list[tuple[RequestState, int]] = []
 
     @property
@@ -231,7 +233,12 @@ class Drafting:
         num_known = len(state.tokens)
         # Those that have no row have left.
         goes_on = share.needs_logits and state.row is not None and state.num_computed == num_known - 1
-        if not goes_on or state.lacks_draft_rows:
+        if not goes_on:
+            return 0, (), 0
+        if state.lacks_draft_rows:
+            if self._have_rows is None:  # it goes on without them
+                self.num_undrafted += not state.is_undrafted
+                state.is_undrafted = True
             return 0, (), 0
         limit = max(0, min(self._drafter.num_tokens, state.num_tokens_left - 1))
         end = num_known + limit

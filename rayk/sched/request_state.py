@@ -81,6 +81,7 @@ class RequestState:
     # first rows that it computed since the request has a row, of those that lacked; how many in all
     num_draft_rows: int = 0
     num_rows_refilled: int = 0
+    is_undrafted: bool = False  # nothing was proposed for it, and nothing will be: these rows lack
     num_new: int = 1  # tokens that it got at once, when it last got any
 
     @property
@@ -128,6 +129,10 @@ class RequestState:
         if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt:
             return len(self.tokens) - 1
         return len(self.prompt_logprobs) - 1
+
+    def token_at(self, position: int) -> int | None:
+        """Return the token at a position; None where it is not known yet."""
+        return self.tokens[position] if position < len(self.tokens) else None
 
     @property
     def num_tokens_left(self) -> int:
