@@ -27,6 +27,8 @@ from rayk.handover.tier_side import TierFacts, facts_of
 from rayk.handover.transfer_metrics import TIER_NAME, report_tier
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import Meter
+from rayk.models.drafters.config import find_drafter
+from rayk.models.drafters.riders import engine_riders
 from rayk.models.families import read_config
 from rayk.models.fingerprint import whole_weights_digest
 from rayk.models.hub import model_folder
@@ -54,14 +56,22 @@ WIRE_POLL_S = 0.002
 
 
 def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCacheGroup, ...]:
-    """List the KV groups of a tier behind engines like this one."""
-    return groups_of_tier(config, read_config(model_folder(config.model)), settings)
+    """List the KV groups of a tier behind engines like this one, those of its drafter included. Raises as
+    find_drafter does."""
+    model = read_config(model_folder(config.model))
+    return groups_of_tier(config, model, settings, engine_riders(config, model))
 
 
 def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
     """Return what pages mean in a tier behind engines like this one; `like`: of `like_engine`.
-    Engines whose identity is equal may share a tier, and pages on disk."""
+    Engines whose identity is equal may share a tier, and pages on disk. Those that have no drafter on their
+    ranks may also share one behind engines with any, which has pages of the model's layers beside others."""
     return identity_of(tier_groups(config, settings), like, config.dtype)
+
+
+def plain_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
+    """Return the same of engines like this one without a drafter."""
+    return tier_identity(replace(config, speculative=None), settings, like)
 
 
 def disk_identity(
@@ -72,9 +82,11 @@ def disk_identity(
     identity = identity_of(groups, like, config.dtype)
     if not config.has_weights:
         return identity
-    return replace(
-        identity, facts={**identity.facts, "weights": whole_weights_digest(model_folder(config.model))}
-    )
+    weights = {"weights": whole_weights_digest(model_folder(config.model))}
+    drafter = find_drafter(config, read_config(model_folder(config.model)))
+    if drafter is not None and drafter.method != "mtp":  # whose layers are among the model's weights
+        weights["drafter's weights"] = whole_weights_digest(drafter.path)
+    return replace(identity, facts={**identity.facts, **weights})
 
 
 class TierHost:
@@ -83,7 +95,8 @@ class TierHost:
     def __init__(self, name: str) -> None:
         self.name = name
         self._tier: HostTier | None = None
-        self._identity: PageIdentity | None = None
+        self._identities: tuple[PageIdentity, ...] = ()
+        """What pages mean to engines that may attach; empty: nobody asks."""
         self._meter = Meter()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -118,7 +131,10 @@ class TierHost:
         Raises UserError for a tier that is impossible, or a folder that cannot be used."""
         agent = make_agent(f"{self.name}-{os.getpid()}-{epoch}", "peer")
         tier = open_tier(agent, config, settings, like, epoch, may_lack_disk=may_lack_disk)
-        self._tier, self._identity = tier, tier_identity(config, settings, like)
+        self._tier = tier
+        self._identities = tuple(
+            identity(config, settings, like) for identity in (tier_identity, plain_identity)
+        )
         self._meter = make_meter(config.model, engine=TIER_NAME)
         self._meter.on_flush(lambda: report_tier(self._meter, tier.status()))
         self._is_over.clear()
@@ -135,8 +151,8 @@ class TierHost:
     ) -> CacheDescription:
         """Connect an engine, whose ranks are polled meanwhile, and its outboxes, if it has some. `identity`:
         what its KV means, see tier_identity. Raises HandshakeMismatch, TransferError."""
-        if self._identity is not None and identity != self._identity:
-            raise HandshakeMismatch(_differing(self._identity, identity))
+        if self._identities and identity not in self._identities:
+            raise HandshakeMismatch(_differing(self._identities[0], identity))
         name = engine[0].engine
         await self._on_loop(lambda tier: tier.attach(engine, outboxes))
         while not await self._on_loop(lambda tier: tier.wire(name, timeout_s)):
@@ -277,6 +293,8 @@ def open_tier(
     """Open a host tier, with its disk tier where the settings ask for one. It goes without where the disk is
     unavailable and, with `may_lack_disk`, where anything is wrong with it. Raises UserError."""
     groups, pages, why = tier_groups(config, settings), None, ""
+    drafter = find_drafter(config, read_config(model_folder(config.model)))
+    looks_ahead = drafter is not None and drafter.takes_hidden
     if settings.disk_folder is not None:
         try:
             identity = disk_identity(groups, config, like)
@@ -287,7 +305,9 @@ def open_tier(
             why = f"{error.where}: {error.problem}"
             LOG.warning("the host tier goes on without its disk tier: %s", error)
     try:
-        parts = TierParts.open(agent, groups, like, settings, epoch=epoch, pages=pages)
+        parts = TierParts.open(
+            agent, groups, like, settings, epoch=epoch, pages=pages, looks_ahead=looks_ahead
+        )
         return HostTier(parts, settings, pages=pages, why_no_disk=why)
     except OSError as error:
         if pages is not None:

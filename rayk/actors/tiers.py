@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.failures import translate
-from rayk.actors.tier_actor import TierHost, tier_identity
+from rayk.actors.tier_actor import TierHost, plain_identity, tier_identity
 from rayk.handover.commands import Connect, Describe, DescribeOutbox, EndReads, WarmUp
 from rayk.handover.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
@@ -41,7 +41,8 @@ AGAIN_S = (0.0, 0.5, 2.0, 5.0)
 STATUS_S = 5.0
 
 Kind = tuple[str, str]
-"""Node, and what a page means (the text of tier_identity): engines alike in these share a tier."""
+"""Node, and what a page means (the text of tier_identity): engines alike in these share a tier. One without a
+drafter shares that of engines with one, if there is one on its node: hand-overs may go through it."""
 
 
 @dataclass(eq=False)
@@ -54,6 +55,7 @@ class _TierActor:
     engines: dict[str, EngineHandle] = field(default_factory=dict)
     watcher: asyncio.Task[None] | None = None
     died: str = ""  # what of; empty while it lives
+    plain: Kind | None = None  # of engines like its own, but that they have no drafter
 
 
 class TierEvents(Protocol):
@@ -93,7 +95,13 @@ class HostTiers:
         because the new ones need their memory."""
         for engine, _ in engines:
             await self._describe(engine)
-        wanted = {self._kind_of(*where) for where in engines}
+        # Those with drafters first: their tiers are others', too.
+        engines = sorted(engines, key=lambda where: not _has_drafter(where[0]))
+        shared = {self._plain_kind_of(*where): self._kind_of(*where) for where in reversed(engines)}
+        wanted = {
+            self._kind_of(*where) if _has_drafter(where[0]) else shared[self._plain_kind_of(*where)]
+            for where in engines
+        }
         for kind, tier in list(self._tiers.items()):
             if kind not in wanted and not tier.engines and not tier.died:
                 del self._tiers[kind]
@@ -170,6 +178,8 @@ class HostTiers:
         kind = self._kind_of(engine, node_id)
         async with self._opening:
             tier = self._tiers.get(kind)
+            if not _has_drafter(engine):
+                tier = self._with_drafter(kind) or tier
             if tier is None or tier.died:
                 tier = self._tiers[kind] = await self._open(engine, node_id)
                 tier.watcher = lasting(self._watch(tier), f"the watch over {tier.name}")
@@ -200,10 +210,18 @@ class HostTiers:
         except BaseException:
             ray.kill(handle)
             raise
-        return _TierActor(name, handle, facts, pid, node_id)
+        return _TierActor(name, handle, facts, pid, node_id, plain=self._plain_kind_of(engine, node_id))
+
+    def _with_drafter(self, plain: Kind) -> _TierActor | None:
+        """Return a tier that lives behind engines with a drafter, of this kind without it."""
+        found = (t for kind, t in self._tiers.items() if t.plain == plain != kind and not t.died)
+        return next(found, None)
 
     def _kind_of(self, engine: EngineHandle, node_id: str) -> Kind:
         return node_id, self._identity_of(engine).text
+
+    def _plain_kind_of(self, engine: EngineHandle, node_id: str) -> Kind:
+        return node_id, plain_identity(engine.config, self.settings, like_engine(engine.descriptions)).text
 
     def _identity_of(self, engine: EngineHandle) -> PageIdentity:
         """Return what the engine's pages mean; the disk tier asks this, too."""
@@ -229,6 +247,8 @@ class HostTiers:
         )
         ends = (e.call(EndReads(TIER, tier.facts.epoch), CONTROL_S) for e in engines)
         await asyncio.gather(*lose, *ends, return_exceptions=True)
+        # As `attach_all` does: who comes first says what the tier keeps.
+        engines.sort(key=lambda engine: not _has_drafter(engine))
         for engine in engines if self._reopens else ():
             await self._attach_again(engine, tier.node_id)
 
@@ -246,6 +266,12 @@ class HostTiers:
                 return
         # It goes on without: its next life tries again.
         logging.getLogger(__name__).warning("%s has no host tier any more: %s", engine.name, why)
+
+
+def _has_drafter(engine: EngineHandle) -> bool:
+    """Tell whether something drafts on its ranks, and keeps KV."""
+    drafts = engine.config.speculative
+    return drafts is not None and drafts.method != "ngram"
 
 
 async def relay(

@@ -22,6 +22,7 @@ class PendingStore:
     token_ids: tuple[int, ...]
     num_ranks: InitVar[int]
     cache_salt: str | None = None
+    next_token: int | None = None  # after `token_ids`, if it is known
     on_kept: Callable[[PendingStore, StoreAnswer], None] | None = None
     """Told of the tier's answer, if the store is to be kept by its name."""
     on_free: Callable[[PendingStore], None] | None = None  # told once its blocks are free

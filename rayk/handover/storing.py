@@ -283,8 +283,12 @@ class Storing:
         if tables is None:
             return None
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
-        draft_row = side.leader.manager.first_draft_row(name)
-        return PendingStore(*what, cache_salt=state.request.cache_salt, draft_row=draft_row)
+        return PendingStore(
+            *what,
+            cache_salt=state.request.cache_salt,
+            next_token=state.token_at(num_tokens),
+            draft_row=side.leader.manager.first_draft_row(name),
+        )
 
     def _rows_of(self, store: PendingStore) -> range:
         """Return the rows of a store that the tier is not known to have: whole row groups."""
@@ -336,6 +340,7 @@ class Storing:
         ask = StoreRequest(
             ticket=ticket,
             token_ids=store.token_ids,
+            next_token=store.next_token,
             cache_salt=store.cache_salt,
             keep_as=store.name if store.on_kept is not None else None,
             deadline_s=side.settings.transfer_s,

@@ -85,9 +85,14 @@ class Swapping:
         manager.lease(request_id, name)
         self._swapped[request_id] = _Swapped(state, name, self._side.leader.clock())
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
-        salt = state.request.cache_salt
-        draft_row = manager.first_draft_row(name)
-        store = PendingStore(*what, salt, on_kept=self._kept, on_free=self._freed, draft_row=draft_row)
+        store = PendingStore(
+            *what,
+            state.request.cache_salt,
+            state.token_at(num_tokens),
+            on_kept=self._kept,
+            on_free=self._freed,
+            draft_row=manager.first_draft_row(name),
+        )
         self._storing.put(store, parts)
         return True
 
@@ -130,7 +135,7 @@ class Swapping:
                 continue
             if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
                 continue
-            unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens[: ticket.num_tokens]
+            unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens
             salt = swapped.state.request.cache_salt
             local_prefix = manager.find_local_prefix(request_id, tokens, ticket.num_tokens, unit, salt)
             updates = manager.reserve_live(request_id, ticket.num_tokens, local_prefix)

@@ -79,6 +79,10 @@ class PrefixKeys:
     def __getitem__(self, num_tokens: int) -> bytes:
         return self._keys[num_tokens]
 
+    def __contains__(self, num_tokens: object) -> bool:
+        """Tell whether a block ends there, and the token after it is known where keys depend on that."""
+        return num_tokens in self._keys
+
     def of_size(self, block_size: int) -> list[bytes]:
         """List keys of prefixes that end where a block of this size does."""
         return [key for end, key in self._keys.items() if end % block_size == 0]

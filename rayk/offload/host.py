@@ -157,7 +157,7 @@ class HostTier:
             return
         unit = row_group_blocks(self.manager.groups)
         drafts = not self.rank.plan(ticket.engine).left_out
-        where = tokens, num_tokens, unit, ask.cache_salt
+        where = ask.known_tokens, num_tokens, unit, ask.cache_salt
         local_prefix = self.manager.find_local_prefix(name, *where, drafts=drafts)
         if local_prefix.num_tokens < ticket.first_row:
             self.manager.free(name)
@@ -193,8 +193,8 @@ class HostTier:
     def _has_all(self, ask: StoreRequest) -> bool:
         name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
         drafts = not (self.rank.plan(ask.ticket.engine).left_out or ask.ticket.draft_row)
-        salt = ask.cache_salt
-        found = self.manager.find_prefix(name, ask.token_ids, num_tokens, cache_salt=salt, drafts=drafts)
+        tokens, salt = ask.known_tokens, ask.cache_salt
+        found = self.manager.find_prefix(name, tokens, num_tokens, cache_salt=salt, drafts=drafts)
         if found.num_tokens < num_tokens or self.manager.adopt(name, found) is None:
             return False
         changed = self._write(ask, num_tokens)
@@ -206,7 +206,7 @@ class HostTier:
         if self.pages is None:
             return ()
         name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
-        keys = self.manager.prefix_keys(name, ask.token_ids, num_tokens, ask.cache_salt)
+        keys = self.manager.prefix_keys(name, ask.known_tokens, num_tokens, ask.cache_salt)
         changed = self.pages.write(self._blocks, name, keys, num_tokens, num_known_tokens)
         self._forget(changed)
         return changed
@@ -272,7 +272,7 @@ class HostTier:
 
     def _keep(self, storing: _RunningStore) -> None:
         ask, name = storing.ask, storing.ask.ticket.request_id
-        self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens, ask.cache_salt)
+        self.manager.remember(name, ask.known_tokens, ask.ticket.num_tokens, ask.cache_salt)
         self._write(ask, storing.num_known_tokens)
         if ask.keep_as is None:
             self.manager.free(name)

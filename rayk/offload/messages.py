@@ -18,11 +18,18 @@ class StoreRequest:
     """Its `request_id` is the store's own name; rows before its `first_row` are here already, or nothing is
     stored."""
     token_ids: tuple[int, ...]  # those of the ticket: as many as its `num_tokens`
+    next_token: int | None = None  # the one after these, if it is known: see `known_tokens`
     cache_salt: str | None = None  # their request's
     keep_as: str | None = None
     """A name under which exactly these tokens stay, the last block's part included, until they are loaded or
     dropped by it. None: whole blocks stay, to be found by their tokens, as long as there is room."""
     deadline_s: float = 30.0
+
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """The tokens, and the next one. Where rows of draft layers depend on the token after their own, the
+        last block is found by that, too, or not at all."""
+        return self.token_ids if self.next_token is None else (*self.token_ids, self.next_token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,7 +242,7 @@ def _pages_of(
         live += () if g.carries is None else (drafted,)
         for index, own in enumerate(table[: num_tokens // size]):
             end = (index + 1) * size
-            block = prefixes.find(g.index, keys[end])
+            block = prefixes.find(g.index, keys[end]) if end in keys else None
             if own == NULL_BLOCK or block is None:
                 continue
             rows, is_fresh = prefixes.since_of(block), end - size >= num_known_tokens

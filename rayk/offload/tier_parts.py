@@ -43,12 +43,13 @@ class TierParts:
         *,
         epoch: int = 0,
         pages: DiskPages | None = None,
+        looks_ahead: bool = False,
         staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> TierParts:
         """Allocate it. `groups`: of the tier's own block sizes. `like`: `like_engine` of one whose KV is to
         be kept: what its model and scales are. `pages`: the disk tier behind it, whose keys it uses.
-        `staging`: of what it reads. Raises UserError."""
+        `looks_ahead`: as of KVCacheManager. `staging`: of what it reads. Raises UserError."""
         geometry = tier_geometry(groups, settings)
         pinned = like.device.startswith("cuda")
         caches = allocate(geometry, torch.device("cpu"), fill=None, pinned=pinned)
@@ -67,7 +68,9 @@ class TierParts:
         what = agent, caches, views, description
         return cls(
             caches=caches,
-            manager=KVCacheManager(groups, geometry.num_blocks, prefix_caching=True, secret=secret),
+            manager=KVCacheManager(
+                groups, geometry.num_blocks, prefix_caching=True, secret=secret, looks_ahead=looks_ahead
+            ),
             digests=digests,
             rank=TransferRank(*what, staging=staging, clock=clock, prove=digests.prove),
             description=description,

@@ -162,7 +162,7 @@ def test_a_tier_takes_no_engine_of_another_kind(checkpoint: Callable[..., Path])
         EngineConfig(model=str(checkpoint("qwen3")), kv_dtype="fp8_e4m3", dtype=dtype, **COMMON)
         for dtype in ("float32", "bfloat16")
     )
-    host._identity = tier_identity(ours, SETTINGS, describe(ours))
+    host._identities = (tier_identity(ours, SETTINGS, describe(ours)),)
     like = describe(theirs)
     with pytest.raises(HandshakeMismatch) as caught:
         asyncio.run(host.attach([like], tier_identity(theirs, SETTINGS, like), 1.0))
