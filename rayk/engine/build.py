@@ -63,7 +63,9 @@ def make_leader(
         max_positions=model.max_positions,
         eos_token_ids=model.eos_token_ids,
         num_stages=config.pp,
-        drafting=make_drafting(config, manager, draft_kv=draft_kv),
+        drafting=make_drafting(
+            config, manager, draft_kv=draft_kv, most_positions=_most_positions(rank)
+        ),
     )
     make: Callable[..., Leader] = Leader
     if isinstance(rank, PacedRank):
@@ -81,6 +83,12 @@ def make_leader(
         rejects=config.speculative is not None and config.speculative.accept == "rejection",
         poll_s=paced_poll_s(config),
     )
+
+
+def _most_positions(rank: EngineRank) -> int | None:
+    """Return the positions of a smaller model that drafts, which may have fewer than the model."""
+    drafter = rank.drafter_config
+    return drafter.decoder.max_positions if drafter is not None and drafter.method == "draft" else None
 
 
 @dataclass

@@ -16,9 +16,11 @@ def make_drafting(
     drafter: Drafter | None = None,
     *,
     draft_kv: str = "none",
+    most_positions: int | None = None,
 ) -> Drafting | None:
     """Make what adds drafts to the engine's steps; None where it does not speculate. `drafter`: in place of
-    the one that the settings name. `draft_kv`: what draft_kv_of says of one on ranks."""
+    the one that the settings name. `draft_kv`: what draft_kv_of says of one on ranks. `most_positions`: as of
+    Drafting."""
     wanted = config.speculative
     if wanted is None:
         return None
@@ -38,6 +40,7 @@ def make_drafting(
         have_rows=manager.have_drafts if draft_kv == "recompute" else None,
         most_rows=config.max_batch_tokens,
         draws=wanted.accept == "rejection",
+        most_positions=most_positions,
     )
 
 

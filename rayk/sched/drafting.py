@@ -7,6 +7,7 @@ leave, tokens and blocks: nobody waits, or is preempted, for them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -74,12 +75,14 @@ class Drafting:
         have_rows: Callable[[str], None] | None = None,
         most_rows: int = 0,
         draws: bool = False,
+        most_positions: int | None = None,
     ) -> None:
         """`has_states`: whether some KV groups keep recurrent states. `lacks_rows`: whether a drafter on
         ranks has no KV of a request's first tokens; it then proposes nothing for it. `have_rows`: called with
         a request when such a drafter is about to have computed what it lacked; None: it cannot, or is not to.
-        It computes up to `most_rows` rows after a step. `draws`: one on ranks draws where the request
-        does."""
+        It computes up to `most_rows` rows after a step. `draws`: one on ranks draws where the request does.
+        `most_positions`: of a request, that one on ranks was made for; it goes on from no later one. None: it
+        has no such bound."""
         self.counts = DraftCounts()
         """Counts the drafts of all requests."""
         self._drafter = drafter
@@ -90,6 +93,7 @@ class Drafting:
         self._lacks_rows, self._have_rows = lacks_rows, have_rows
         self._most_rows = most_rows
         self._draws = draws
+        self._most_positions = sys.maxsize if most_positions is None else most_positions
         self.num_undrafted = 0
         """Counts requests that a drafter on ranks proposes nothing for, since it lacks rows of theirs."""
         self._asked: list[tuple[RequestState, int]] = []
@@ -240,7 +244,9 @@ class Drafting:
                 self.num_undrafted += not state.is_undrafted
                 state.is_undrafted = True
             return 0, (), 0
-        limit = max(0, min(self._drafter.num_tokens, state.num_tokens_left - 1))
+        # The first proposal comes of the last known token's row.
+        rows_left = self._most_positions - (num_known - 1)
+        limit = max(0, min(self._drafter.num_tokens, state.num_tokens_left - 1, rows_left))
         end = num_known + limit
         if not limit or end <= state.num_covered:
             return limit, (), 0

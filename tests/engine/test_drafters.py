@@ -3,6 +3,8 @@ right, and each proposed token is accepted. test_proposals.py holds every kind o
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,24 @@ def test_cached_prefixes_are_foreseen_from(answers: Callable[[str], Answers]) ->
         assert engine.leader.manager.num_undrafted_tokens == 0
         drafted, accepted = num_drafted_and_accepted(engine)
         assert drafted == accepted > 0
+
+
+def test_a_smaller_model_proposes_nothing_beyond_its_positions(
+    answers: Callable[[str], Answers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model goes on alone."""
+    found = answers("llama")
+    short = tmp_path / "short"
+    shutil.copytree(found.path, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 45}))
+    drafts = of_itself(found, model=str(short))
+    with noted(monkeypatch) as proposed, engine_of(found, speculative=drafts, num_blocks=200) as engine:
+        ask(engine, found)
+        drafted, accepted = num_drafted_and_accepted(engine)
+        assert drafted == accepted > 0
+    # The token after the last position is foreseen by it.
+    assert max(len(tokens) + len(after) for tokens, after in proposed) == 46
 
 
 def test_a_drafter_with_wrong_rows_shows(
