@@ -63,9 +63,7 @@ def make_leader(
         max_positions=model.max_positions,
         eos_token_ids=model.eos_token_ids,
         num_stages=config.pp,
-        drafting=make_drafting(
-            config, manager, draft_kv=draft_kv, most_positions=_most_positions(rank)
-        ),
+        drafting=make_drafting(config, manager, draft_kv=draft_kv, most_positions=_most_positions(rank)),
     )
     make: Callable[..., Leader] = Leader
     if isinstance(rank, PacedRank):

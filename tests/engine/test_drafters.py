@@ -19,6 +19,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
 from rayk.types.speculative import SpeculativeConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.drafters import noted
 from tests.engine.test_async_scheduling import Turns
 from tests.engine.test_speculative import ask, num_drafted_and_accepted, replace_prompts
 from tests.engine.test_token_shards import engine_of

@@ -77,6 +77,9 @@ def test_nothing_is_proposed_where_rows_of_the_prompt_lack(
     changes = ({}, of_itself(model, draft_kv="none"))
     with Pair.open(model.path, push=push, num_blocks=100, changes=changes) as pair:
         assert complete(pair, model) == (0, 0)
+        drafting = pair.d.engine.leader.scheduler.drafting
+        assert drafting is not None
+        assert drafting.num_undrafted == len(model.prompts)
 
 
 @one_per()

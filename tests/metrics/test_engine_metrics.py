@@ -169,6 +169,24 @@ def test_drafts_are_counted_as_their_request_tells_of_them(qwen3: Model) -> None
         assert not [n for n in recorders["d", 0].counters if n.startswith(prefix)]
 
 
+def test_requests_that_are_not_drafted_for_are_counted(qwen3: Model) -> None:
+    """D's drafter lacks rows of what P prefilled without one."""
+    recorders, make_meter = recorded()
+    drafts = SpeculativeConfig(method="draft", model=str(qwen3.path), num_tokens=3)
+    changes: tuple[dict[str, object], ...] = ({}, {"speculative": drafts})
+    with Pair.open(qwen3.path, make_meter=make_meter, num_blocks=100, changes=changes) as pair:
+        flush(pair)
+        d, prefix = recorders["d", 0], "rayk_spec_decode_num_undrafted_"
+        assert (d.sum(f"{prefix}requests_total"), d.sum(f"{prefix}tokens_total")) == (0, 0)
+        for i in range(2):
+            request = make_request(f"r{i}", qwen3.prompts[i], NUM_TOKENS)
+            pair.decode(request, pair.prefill(request))
+        flush(pair)
+        assert d.sum(f"{prefix}requests_total") == 2
+        assert d.sum("rayk_spec_decode_num_drafts_total") == 0
+        assert not [n for n in recorders["p", 0].counters if n.startswith(prefix)]
+
+
 def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
     recorders, make_meter = recorded()
     with Pair.open(qwen3.path, make_meter=make_meter, prefix_caching=True) as pair:

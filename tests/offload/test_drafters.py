@@ -25,7 +25,8 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch
 from rayk.types.offload import OffloadSettings
 from rayk.types.speculative import SpeculativeConfig
-from tests.engine.test_drafters import check_proposals, noted
+from tests.drafters import noted
+from tests.engine.test_drafters import check_proposals
 from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.markers import one_per
 from tests.models.drafting import find
