@@ -203,7 +203,11 @@ class Drafting:
     def _lacking(self, state: RequestState, num_rows: int) -> tuple[int, tuple[int, ...]]:
         """Return which tokens' rows are computed next of a request that lacks rows, at most so many: the
         position of the first, and the tokens. With the last one it lacks none."""
-        if self._have_rows is None or state.row is None:  # or it has left
+        if self._have_rows is None:
+            self.num_undrafted += not state.is_undrafted
+            state.is_undrafted = True
+            return 0, _NONE
+        if state.row is None:  # it has left
             return 0, _NONE
         first = state.num_draft_rows
         stop = min(state.num_computed, first + num_rows)
@@ -237,12 +241,7 @@ class Drafting:
         num_known = len(state.tokens)
         # Those that have no row have left.
         goes_on = share.needs_logits and state.row is not None and state.num_computed == num_known - 1
-        if not goes_on:
-            return 0, (), 0
-        if state.lacks_draft_rows:
-            if self._have_rows is None:  # it goes on without them
-                self.num_undrafted += not state.is_undrafted
-                state.is_undrafted = True
+        if not goes_on or state.lacks_draft_rows:
             return 0, (), 0
         # The first proposal comes of the last known token's row.
         rows_left = self._most_positions - (num_known - 1)

@@ -172,7 +172,7 @@ def test_drafts_are_counted_as_their_request_tells_of_them(qwen3: Model) -> None
 def test_requests_that_are_not_drafted_for_are_counted(qwen3: Model) -> None:
     """D's drafter lacks rows of what P prefilled without one."""
     recorders, make_meter = recorded()
-    drafts = SpeculativeConfig(method="draft", model=str(qwen3.path), num_tokens=3)
+    drafts = SpeculativeConfig(method="draft", model=str(qwen3.path), num_tokens=3, draft_kv="none")
     changes: tuple[dict[str, object], ...] = ({}, {"speculative": drafts})
     with Pair.open(qwen3.path, make_meter=make_meter, num_blocks=100, changes=changes) as pair:
         flush(pair)
