@@ -7,7 +7,6 @@ float64 module that reads the whole text.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,18 +19,15 @@ import pytest
 from rayk.actors.tier_actor import TierHost, plain_identity, tier_identity
 from rayk.actors.tiers import HostTiers, _TierActor
 from rayk.handover.tier_side import TierFacts
-from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
+from rayk.oracle.eagle3 import write_eagle3
 from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch
 from rayk.types.offload import OffloadSettings
 from rayk.types.speculative import SpeculativeConfig
-from tests.drafters import noted
-from tests.engine.test_drafters import check_proposals
+from tests.drafters import make_drafted, noted
 from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.markers import one_per
-from tests.models.drafting import find
 from tests.models.test_decoder import prompts
-from tests.models.tiny import write_checkpoint
 from tests.offload.disk import finish
 from tests.offload.node import Node, NodeEngine, describe
 from tests.pd import make_request
@@ -155,17 +151,13 @@ def test_heads_propose_from_what_was_loaded_as_if_they_had_computed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, own_tp: int | None
 ) -> None:
     """A row depends on the token after its own: texts that part where a block ends share none of its rows."""
-    saved = write_checkpoint(tmp_path / "model", "llama", num_hidden_layers=6)
-    folder = write_eagle3(tmp_path / "head", saved.path, seed=3)
-    exact = copy.deepcopy(Eagle3Head.read(folder, saved.model.get_input_embeddings().weight)).double()
-    taps = find(saved, method="eagle3", model=str(folder)).taps
-    drafts = SpeculativeConfig(method="eagle3", model=str(folder), num_tokens=3)
+    made = make_drafted(tmp_path, "eagle3", "llama")
     base = [token for text in prompts() for token in text][:49]
     texts = [base, [*base[:32], *(7 + t for t in base[32:])], [*base[:48], base[48] + 1]]
     common = {"block_size": 8, "max_batch_tokens": 20, "num_blocks": 100}
-    engines = [{"speculative": drafts}, {"speculative": replace(drafts, tp=own_tp), "tp": tp}]
+    engines = [{"speculative": made.of_tp(None)}, {"speculative": made.of_tp(own_tp), "tp": tp}]
     tier: dict[str, Any] = {"block_size": 16, "disk_folder": str(tmp_path / "disk")}
-    with noted(monkeypatch) as found, Node.open(saved.path, engines, common=common, **tier) as node:
+    with noted(monkeypatch) as found, Node.open(made.saved.path, engines, common=common, **tier) as node:
         first, second = node.engines
         first.complete([make_request("a", texts[0], 12)])
         node.settle()
@@ -179,7 +171,7 @@ def test_heads_propose_from_what_was_loaded_as_if_they_had_computed_it(
     # The block before the token in which a text differs is another one.
     assert loaded == [48, 16, 32]
     assert len(found) >= 20
-    check_proposals(found, saved, exact, taps)
+    made.check(found)
 
 
 def test_who_shares_pages_with_whom(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
