@@ -499,8 +499,6 @@ class EngineRank:
         """Say why a CPU cannot record its kernels' calls."""
         if (why_not := why_no_replay()) is not None:
             return why_not
-        if self._recorded_hidden is not None:
-            return "a drafter takes hidden states, which calls of kernels do not keep"
         for backend in self.backends.used:
             if backend.implementation != "cpu-native":
                 return f"attention runs as {backend.implementation}, whose calls cannot be noted"

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rayk.engine.build import ThreadEngine
+from rayk.engine.graphs import DecodeGraphs
+from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from tests.drafters import APPLIES, Drafted, make_drafted, noted
 from tests.engine.test_speculative import num_drafted_and_accepted
@@ -61,6 +64,25 @@ def test_they_are_an_oracles(
         assert num_drafted_and_accepted(engine)[0] > 0
     assert len(found) >= NUM_TOKENS
     made.check(found)
+
+
+def test_they_are_an_oracles_of_hidden_states_of_recorded_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any number of rows, and of one recording after another."""
+    made, texts = make_drafted(tmp_path, "eagle3", "llama"), prompts()[:2]
+    replay, replayed = DecodeGraphs.replay, list[int]()
+
+    def counting(self: DecodeGraphs, batch: ScheduledBatch, prepare: Any) -> torch.Tensor:
+        replayed.append(batch.num_tokens)
+        return replay(self, batch, prepare)
+
+    monkeypatch.setattr(DecodeGraphs, "replay", counting)
+    with noted(monkeypatch) as found, engine_of(made) as engine:
+        assert run(engine, texts) == [made.says(text, NUM_TOKENS) for text in texts]
+    made.check(found)
+    with_drafts = [n for n in replayed if n > len(texts)]
+    assert 1 < len(set(with_drafts)) < len(with_drafts), "several recordings, and one again after others"
 
 
 @sweep(12)
