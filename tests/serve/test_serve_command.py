@@ -20,6 +20,7 @@ import pytest
 import requests
 from typer.testing import CliRunner
 
+import rayk
 from rayk.cli.main import app
 from rayk.serve.command import HttpOptions
 from tests.conftest import CheckpointFactory
@@ -305,6 +306,30 @@ def test_a_server_on_ray_serve_answers_drains_and_leaves_nothing(
         assert delivered + tokens_of(stream) == truth[0][1], "what ran when the signal came ends as it should"
         assert server.ends() == 0
         until(lambda: not started.keys() & alive(started), "the end of every process")
+
+
+@ray
+@nixl
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_server_that_drafts_gives_the_same_tokens_and_a_load_tells_of_drafts(
+    model: Path, truth: list[tuple[list[int], list[int]]], tmp_path: Path
+) -> None:
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}'
+    sizes = ("--prefill-tp", "2", "--decode-tp", "1", "--speculative-config", drafts)
+    load = ("--concurrency", "3", "--num-requests", "30", "--input-tokens", "37", "--output-tokens", "24")
+    out = tmp_path / "out"
+    with serving(model, *sizes, "--api-key", "k") as server:
+        for prompt, expected in truth:
+            assert tokens_of(server.stream(prompt)) == expected
+        where = ("--url", server.url, "--api-key", "k", "--out", str(out))
+        result = CliRunner().invoke(app, ["bench", *where, *load])
+    found = rayk.load(out)
+    (cell,) = found.cells.to_dict("records")
+    assert result.exit_code == int(cell["verdict"] == "INVALID")
+    assert (found.requests["outcome"] == "ok").all()
+    assert 0 <= cell["num_accepted"] <= cell["num_drafted"] > 0
+    assert cell["acceptance_rate"] == pytest.approx(cell["num_accepted"] / cell["num_drafted"])
 
 
 def see_roles_change_under_load(server: Server, truth: list[tuple[list[int], list[int]]]) -> None:
