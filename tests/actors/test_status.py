@@ -35,6 +35,7 @@ def test_a_worker_that_forgets_its_engine_meanwhile_says_how_it_was() -> None:
         pool = SimpleNamespace(num_free_blocks=7, num_blocks=8)
         leases = ()
         ledger = None
+        has_riders = False
 
         @property
         def manager(self) -> Leader:
