@@ -1,7 +1,8 @@
 """A folder of rows that are written as they are measured, and what is made of them: CSV, JSON, a plain page.
 
-Standard library only. rows.jsonl is the truth: a line per row, appended and flushed to disk. An item of a
-stage is measured once all its rows are there; they are written together.
+Standard library only. rows.jsonl is the truth: a line per row, appended and flushed to disk when it is
+measured, and a line that ends each item of a stage. Rows of an item that has not ended are told until it is
+measured again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
@@ -66,43 +69,68 @@ class Rows:
         folder.mkdir(parents=True, exist_ok=True)
 
     def append(self, stage: str, item: str, rows: Sequence[Row]) -> None:
-        """Write an item's rows to disk."""
+        """Write all rows of an item to disk."""
+        with self.measuring(stage, item) as add:
+            for row in rows:
+                add(row)
+
+    @contextmanager
+    def measuring(self, stage: str, item: str) -> Iterator[Callable[[Row], None]]:
+        """Yield what writes a row of an item to disk. It has ended when the block has, without error."""
         versions = package_versions()
-        told: dict[str, Any] = {
-            **self._clocks(),
-            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        whose = {"stage": stage, "item": item, "attempt": f"{os.getpid()}-{time.time_ns()}"}
+        where = {
             "commit": self.commit or git_commit() or "unknown",
             "torch": versions["torch"],
             "triton": versions["triton"],
         }
-        lines = [json.dumps({"stage": stage, "item": item, **asdict(row), **told}) + "\n" for row in rows]
+
+        def add(row: Row) -> None:
+            at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            self._write({**whose, **asdict(row), **self._clocks(), "at": at, **where})
+
+        yield add
+        self._write({**whose, "ended": True})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
         path = self.folder / "rows.jsonl"
         before = path.read_bytes() if path.is_file() else b""
         cut = "\n" if before and not before.endswith(b"\n") else ""  # a line that was never finished
         with path.open("a", encoding="utf-8") as file:
-            file.write(cut + "".join(lines))
+            file.write(f"{cut}{json.dumps(line)}\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def read(self) -> list[dict[str, Any]]:
-        """Every row so far; a line that a dying machine left unfinished is none."""
+    def read(self, *, ended: bool = False) -> list[dict[str, Any]]:
+        """Every row so far, or those of `ended` items; a line that a dying machine left unfinished is none.
+        Of an item that was begun anew, rows of the last time count."""
         path = self.folder / "rows.jsonl"
         if not path.is_file():
             return []
-        found = []
+        lines: list[dict[str, Any]] = []
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except json.JSONDecodeError:
                 continue
-        return found
+        attempts: dict[tuple[str, str], list[str]] = {}
+        for row in lines:
+            attempts.setdefault((row["stage"], row["item"]), []).append(row["attempt"])
+        over = {row["attempt"] for row in lines if "ended" in row}
+        counting = {of[-1] for of in attempts.values() if of[-1] in over or not ended}
+        return [
+            {key: value for key, value in row.items() if key != "attempt"}
+            for row in lines
+            if row["attempt"] in counting and "ended" not in row
+        ]
 
     def items(self, stage: str) -> set[str]:
-        """Those of which there are rows."""
-        return {row["item"] for row in self.read() if row["stage"] == stage}
+        """Those that have ended."""
+        return {row["item"] for row in self.read(ended=True) if row["stage"] == stage}
 
     def count(self, stage: str) -> int:
-        return sum(row["stage"] == stage for row in self.read())
+        """Count the rows of those."""
+        return sum(row["stage"] == stage for row in self.read(ended=True))
 
     def write_tables(self, environment: Mapping[str, Any]) -> None:
         """Write gpu-day.csv, gpu-day.json, gpu-day.html and gpu-day.md."""

@@ -99,17 +99,27 @@ class Stage:
         bench = Bench(device, rows)
         with closing(bench):
             for item in self.missing(rows, device):
-                try:
-                    found = list(self.measure(item, bench))
-                except Lacking as lacking:
-                    found = [Row(kernel=item, status="skipped", note=f"skipped: no {lacking}")]
-                except Exception as error:  # noqa: BLE001 - whatever it is, the rest is measured
-                    traceback.print_exc()
-                    rows.append(self.name, item, [failed(item, error)])
-                    return 1
-                rows.append(self.name, item, found)
-                print(f"{self.name}: {item}: {told(found)}", flush=True)
+                with rows.measuring(self.name, item) as add:
+                    if not self._measure(item, bench, add):
+                        return 1
         return 0
+
+    def _measure(self, item: str, bench: Bench, keep: Callable[[Row], object]) -> bool:
+        """Measure one item; whether this process can measure more."""
+        found: list[Row] = []
+        try:
+            for row in self.measure(item, bench):
+                keep(row)
+                found.append(row)
+        except Lacking as lacking:
+            found.append(Row(kernel=item, status="skipped", note=f"skipped: no {lacking}"))
+            keep(found[-1])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rest is measured
+            traceback.print_exc()
+            keep(failed(item, error))
+            return False
+        print(f"{self.name}: {item}: {told(found)}", flush=True)
+        return True
 
 
 def failed(kernel: str, error: Exception, **about: str) -> Row:

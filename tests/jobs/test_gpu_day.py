@@ -56,8 +56,10 @@ def test_a_bare_machine_measures_every_stage_and_goes_on_where_it_was_left(tmp_p
     assert all(f"<h2>{stage}</h2>" in (out / "gpu-day.html").read_text() for stage in STAGES)
 
     lines = (out / "rows.jsonl").read_text().splitlines(keepends=True)
-    gone = next(i for i, line in enumerate(lines) if '"digest"' in line)
-    (out / "rows.jsonl").write_text("".join([*lines[:gone], *lines[gone + 1 :], lines[gone][:20]]))
+    gone = [line for line in lines if '"item": "digest"' in line]
+    kept = [line for line in lines if line not in gone]
+    assert len(kept) == len(lines) - 2, "a row, and the end of its item"
+    (out / "rows.jsonl").write_text("".join([*kept, gone[0][:20]]))
     printed = run()
     assert printed.count("every row is there") == len(STAGES) - 1
     again = Rows(out).read()
@@ -101,16 +103,32 @@ def test_an_item_that_fails_is_a_row_and_the_next_process_goes_on(
     ]
 
 
-def test_rows_of_an_item_that_fails_half_way_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_on_disk_when_they_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of an item that fails half way, or whose process ends there: that one is measured again, and the
+    rows of the first time are told until then."""
+    seen: list[list[str]] = []
+
     def measure(item: str, bench: Bench) -> Iterator[Row]:
-        yield Row(kernel=item)
-        raise RuntimeError("later")
+        yield Row(kernel="first")
+        seen.append([row["kernel"] for row in Rows(tmp_path).read()])
+        if item == "fails":
+            raise RuntimeError("later")
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        yield Row(kernel="second")
 
     rows = Rows(tmp_path)
-    run_here(stage_of(measure, ["a"]), rows, monkeypatch)
-    assert [row["status"] for row in rows.read()] == ["failed"]
+    run_here(stage_of(measure, ["fails"]), rows, monkeypatch)
+    assert [row["status"] for row in rows.read()] == ["measured", "failed"]
+    stage = stage_of(measure, ["fails", "killed"])
+    with pytest.raises(KeyboardInterrupt):
+        stage.run(rows, "cpu")
+    assert stage.missing(rows, "cpu") == ["killed"]
+    assert [row["kernel"] for row in rows.read()] == ["first", "fails", "first"]
+    stage.run(rows, "cpu")
+    assert [row["kernel"] for row in rows.read()] == ["first", "fails", "first", "second"]
+    assert seen[0] == ["first"]
+    assert stage.missing(rows, "cpu") == []
 
 
 def test_what_never_ends_fails_once_and_what_was_only_cut_short_does_not(
