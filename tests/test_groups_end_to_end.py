@@ -60,13 +60,15 @@ class Cell(NamedTuple):
     hybrid_kv: bool
     layouts: tuple[str, ...]
     blocks: int
+    scheduling: str
+    """Whether steps run ahead."""
 
     def settings(self) -> Iterator[tuple[str, Any]]:
         """Named values, of which every two are to meet."""
         yield from (("model", self.model), ("tp", self.tp), ("chunk", self.chunk))
         yield from (("fast_prefill", self.fast_prefill), ("hybrid_kv", self.hybrid_kv))
         yield from ((f"layout of {side}", name) for side, name in zip("PD", self.layouts, strict=False))
-        yield ("blocks", self.blocks)
+        yield from (("blocks", self.blocks), ("scheduling", self.scheduling))
 
 
 def grid() -> Iterator[tuple[Cell, bool]]:
@@ -83,7 +85,8 @@ def grid() -> Iterator[tuple[Cell, bool]]:
         for c, s in product(range(len(CHUNKS)), range(len(SWITCHES))):
             chunk, switches = CHUNKS[(first_c + c) % len(CHUNKS)], SWITCHES[(first_s + s) % len(SWITCHES)]
             layouts = (names[(at[0] + c + s) % 6], names[(at[1] + 2 * c + 3 * s) % 6])[: len(tp)]
-            cell = Cell(model, tp, chunk, *switches, layouts, (blocks + c + s) % len(BLOCKS))
+            scheduling = ("always", "never")[(m + t // 2 + c) % 2]
+            cell = Cell(model, tp, chunk, *switches, layouts, (blocks + c + s) % len(BLOCKS), scheduling)
             yield cell, c == s == 0
 
 
@@ -160,6 +163,7 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
         "num_blocks": 192,
         "fast_prefill": cell.fast_prefill,
         "hybrid_kv": cell.hybrid_kv,
+        "async_scheduling": cell.scheduling,
     }
     of_prompts, of_outputs = token_layers(cell, path, prompts)
     requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]

@@ -61,6 +61,8 @@ class Cell(NamedTuple):
     poison: int
     num_prompts: int
     """Of PROMPT_LENGTHS, the shortest first."""
+    scheduling: str
+    """Whether steps run ahead: they take turns."""
 
 
 def layouts_of(model: str) -> list[str]:
@@ -84,7 +86,8 @@ def cells() -> list[Any]:
             at = turn + 3 * index, turn + 5 * (turn // len(names)) + 4 * index
             layouts = tuple(names[i % len(names)] for i in at)[: len(tp)]
             poison = (POISON, NAN_POISON)[t % 2]
-            cell = Cell(model, tp, chunk, layouts, (t + index) % len(BLOCKS), poison, len(PROMPT_LENGTHS))
+            blocks, scheduling = (t + index) % len(BLOCKS), ("always", "never")[(t + c) % 2]
+            cell = Cell(model, tp, chunk, layouts, blocks, poison, len(PROMPT_LENGTHS), scheduling)
             quick = (index + t) % len(CHUNKS) == c and (model not in VARIANTS or t % 4 == index % 4)
             label = "to".join(f"tp{n}" for n in tp)
             name = f"{model}-{label}-{chunk}-{'-'.join(cell.layouts)}-blocks{cell.blocks}"
@@ -105,6 +108,7 @@ def test_every_family_meets_all(slow: bool) -> None:
         assert {c.tp for c in own} == set(TP_SETTINGS)
         assert {c.chunk for c in own if c.num_prompts == len(PROMPT_LENGTHS)} == set(CHUNKS)
         assert {c.blocks for c in own} == set(range(len(BLOCKS)))
+        assert {c.scheduling for c in own} == {"always", "never"}
         for side in (0, 1):
             met = {c.layouts[side] for c in own if len(c.tp) > side}
             assert met == set(layouts_of(family)) or not slow
@@ -138,7 +142,8 @@ def cut_where_possible(model: str, settings: dict[str, Any]) -> dict[str, Any]:
 def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str], Answers]) -> None:
     path, prompts, expected = answers(cell.model)
     prompts, expected = prompts[: cell.num_prompts], expected[: cell.num_prompts]
-    common = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": 128}
+    sizes = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": 128}
+    common: dict[str, Any] = {**sizes, "async_scheduling": cell.scheduling}
     changes = tuple(cut_where_possible(cell.model, settings) for settings in BLOCKS[cell.blocks])
     requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]
     if len(cell.tp) == 1:

@@ -23,6 +23,7 @@ from tests.offload.node import Node
 from tests.pd import make_request, wait_until
 
 STATES = {"state_block_size": 16, "prefix_caching": True}
+AHEAD = {"async_scheduling": "always"}
 STAGES = {"tp": 1, "pp": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     family: (family, {}) for family in ("qwen3", "gpt_oss", "deepseek_v3", "nemotron_h", "qwen3_next")
@@ -63,7 +64,7 @@ def too_many(
 @one_per()
 @pytest.mark.parametrize(
     ("name", "more"),
-    [*itertools.product(MODELS, ({}, STATES)), ("qwen3", STAGES)],
+    [("qwen3", AHEAD), *itertools.product(MODELS, ({}, STATES)), ("qwen3", STAGES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value) or "in-place",
 )
 def test_a_crowd_in_a_small_pool_is_swapped_and_right(
