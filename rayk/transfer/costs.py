@@ -99,9 +99,9 @@ class CostTable:
     """What transfers cost, by transport and kinds of the two devices: what was measured here, else what the
     code says.
 
-    The first peer that is measured stands for all of its kind of device: one measurement reads 17 MiB while
-    the engines wait, and a decode engine may meet dozens of peers, nearly always of one host or one network.
-    Threads may share a table.
+    The first peer that is measured stands for all of its kind of device: one measurement reads some 60 MB
+    while the engines wait, and a decode engine may meet dozens of peers, nearly always of one host or one
+    network. Threads may share a table.
     """
 
     def __init__(self, *, measures_everywhere: bool = False) -> None:
