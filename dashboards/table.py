@@ -10,6 +10,8 @@ DASHBOARDS = (OVERVIEW, TRANSFERS, MEMORY, OFFLOAD, RANKS, EXPERIMENT)
 
 NOT_SHOWN: dict[str, str] = {
     "rayk_engine_rank_info": "it is for joins: which stage, and which tokens, are a rank's",
+    "rayk_spec_decode_num_undrafted_requests_total": "0 but where a prefill engine lacks the drafter",
+    "rayk_spec_decode_num_undrafted_tokens_total": "the same, of cached prefixes",
 }
 """Metrics that no panel shows, and why."""
 

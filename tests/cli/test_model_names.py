@@ -38,7 +38,7 @@ NO_CHECKPOINTS = {
     "a folder of a run": "report.directories costs.from_runs plan.validate",
     "how clients of a server name its model": "bench.model serve.served_model_name",
     "a number or a value": "checkpoint.family serve.max_model_len doctor.gpus doctor.tokens "
-    "checkpoint.overrides checkpoint.quantise serve.tool_call_parser",
+    "doctor.speculative checkpoint.overrides checkpoint.quantise serve.tool_call_parser",
 }
 PLAN = {
     "gpus": "1xH200",
