@@ -94,10 +94,12 @@ class Rows:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         path = self.folder / "rows.jsonl"
-        before = path.read_bytes() if path.is_file() else b""
-        cut = "\n" if before and not before.endswith(b"\n") else ""  # a line that was never finished
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"{cut}{json.dumps(line)}\n")
+        with path.open("ab+") as file:
+            cut = b""
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                cut = b"" if file.read(1) == b"\n" else b"\n"  # a line that was never finished
+            file.write(cut + json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -113,11 +115,9 @@ class Rows:
                 lines.append(json.loads(line))
             except json.JSONDecodeError:
                 continue
-        attempts: dict[tuple[str, str], list[str]] = {}
-        for row in lines:
-            attempts.setdefault((row["stage"], row["item"]), []).append(row["attempt"])
-        over = {row["attempt"] for row in lines if "ended" in row}
-        counting = {of[-1] for of in attempts.values() if of[-1] in over or not ended}
+        counting = set({(row["stage"], row["item"]): row["attempt"] for row in lines}.values())
+        if ended:
+            counting &= {row["attempt"] for row in lines if "ended" in row}
         return [
             {key: value for key, value in row.items() if key != "attempt"}
             for row in lines

@@ -96,10 +96,10 @@ class HostTiers:
         for engine, _ in engines:
             await self._describe(engine)
         # Those with drafters first: their tiers are others', too.
-        engines = sorted(engines, key=lambda where: not _has_drafter(where[0]))
+        engines = sorted(engines, key=lambda where: not where[0].config.drafts_on_ranks)
         shared = {self._plain_kind_of(*where): self._kind_of(*where) for where in reversed(engines)}
         wanted = {
-            self._kind_of(*where) if _has_drafter(where[0]) else shared[self._plain_kind_of(*where)]
+            self._kind_of(*where) if where[0].config.drafts_on_ranks else shared[self._plain_kind_of(*where)]
             for where in engines
         }
         for kind, tier in list(self._tiers.items()):
@@ -178,7 +178,7 @@ class HostTiers:
         kind = self._kind_of(engine, node_id)
         async with self._opening:
             tier = self._tiers.get(kind)
-            if not _has_drafter(engine):
+            if not engine.config.drafts_on_ranks:
                 tier = self._with_drafter(kind) or tier
             if tier is None or tier.died:
                 tier = self._tiers[kind] = await self._open(engine, node_id)
@@ -248,7 +248,7 @@ class HostTiers:
         ends = (e.call(EndReads(TIER, tier.facts.epoch), CONTROL_S) for e in engines)
         await asyncio.gather(*lose, *ends, return_exceptions=True)
         # As `attach_all` does: who comes first says what the tier keeps.
-        engines.sort(key=lambda engine: not _has_drafter(engine))
+        engines.sort(key=lambda engine: not engine.config.drafts_on_ranks)
         for engine in engines if self._reopens else ():
             await self._attach_again(engine, tier.node_id)
 
@@ -266,12 +266,6 @@ class HostTiers:
                 return
         # It goes on without: its next life tries again.
         logging.getLogger(__name__).warning("%s has no host tier any more: %s", engine.name, why)
-
-
-def _has_drafter(engine: EngineHandle) -> bool:
-    """Tell whether something drafts on its ranks, and keeps KV."""
-    drafts = engine.config.speculative
-    return drafts is not None and drafts.method != "ngram"
 
 
 async def relay(

@@ -8,7 +8,6 @@ from hashlib import blake2b
 
 from rayk.sched.request_state import RequestState
 from rayk.simulate.tokens import TokenRule
-from rayk.types.config import EngineConfig
 from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import UserError
 
@@ -44,8 +43,3 @@ def _draw(seed: int, *counters: object) -> float:
     """Return a number in [0, 1) that depends on these alone."""
     text = "/".join(map(str, (seed, *counters)))
     return int.from_bytes(blake2b(text.encode(), digest_size=6).digest()) / (1 << 48)
-
-
-def drafts_on_ranks(config: EngineConfig) -> bool:
-    """Tell whether an engine has a drafter that computes on its ranks."""
-    return config.speculative is not None and config.speculative.method != "ngram"

@@ -22,7 +22,7 @@ from rayk.models.kv_specs import engine_groups
 from rayk.parallel.shard import EngineShape
 from rayk.sched.batching import Scheduler
 from rayk.simulate.clock import TURNS, Event, EventQueue, LocalClock
-from rayk.simulate.drafts import SimDrafter, drafts_on_ranks
+from rayk.simulate.drafts import SimDrafter
 from rayk.simulate.late_sink import LateSink, TookTokens
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.outcome import SimEngineAccount
@@ -98,7 +98,7 @@ class SimEngine:
             eos_token_ids=(rule.end,),
             num_stages=config.pp,
             drafting=make_drafting(
-                config, manager, None if drafts_on_ranks(config) else _drafter(config, rule, drafts, seed)
+                config, manager, None if config.drafts_on_ranks else _drafter(config, rule, drafts, seed)
             ),
         )
         self.handover = TransferHandover(engine=name, epoch=epoch, shape=EngineShape(), offload=offload)
@@ -119,7 +119,7 @@ class SimEngine:
             timer,
             runs_ahead=runs_ahead(config),
             slow=slow,
-            drafts_on_ranks=drafts_on_ranks(config),
+            drafts_on_ranks=config.drafts_on_ranks,
         )
         self.extension = None if join is None else join(self)
         self.loop = EngineLoop(

@@ -12,7 +12,6 @@ from rayk.kv.formats import engine_format
 from rayk.models.config import DecoderConfig
 from rayk.simulate.arrivals import Arrival, ArrivalSource, InOrder
 from rayk.simulate.deaths import EngineDeath
-from rayk.simulate.drafts import drafts_on_ranks
 from rayk.simulate.fleet import OnRow, SimFleet
 from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
@@ -97,7 +96,7 @@ def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str |
     hands_over = cell.decode is not None if server is None else not server.is_aggregated
     settings = server or cell.spec
     transfer, offload = settings.transfer, settings.offload
-    on_ranks = any(drafts_on_ranks(engine) for engine in engines)
+    on_ranks = any(engine.drafts_on_ranks for engine in engines)
     problems = {
         cell.unsupported or "": cell.unsupported is not None,
         "engines of vLLM": not cell.is_rayks,

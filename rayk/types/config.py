@@ -97,6 +97,11 @@ class EngineConfig(EngineOptions):
         return 0 if self.speculative is None else self.speculative.num_tokens
 
     @property
+    def drafts_on_ranks(self) -> bool:
+        """Whether it has a drafter that computes on its ranks, and keeps KV there."""
+        return self.speculative is not None and self.speculative.method != "ngram"
+
+    @property
     def has_weights(self) -> bool:
         """Whether it reads its model's weights. One that computes nothing needs config.json alone."""
         return self.compute == "real"

@@ -54,6 +54,13 @@ def drafted(engine: NodeEngine) -> tuple[int, int, int, int]:
     return counts.num_draft_tokens, counts.num_accepted_tokens, drafting.num_undrafted, again
 
 
+def check_foreseen(engine: NodeEngine) -> None:
+    """All that was drafted was right, and no request's drafter lacked rows."""
+    num_drafted, num_accepted, *lacking = drafted(engine)
+    assert num_drafted == num_accepted > 0
+    assert lacking == [0, 0]
+
+
 def complete(engine: NodeEngine, model: Model, name: str) -> list[Any]:
     done = engine.complete([make_request(f"{name}{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)])
     assert [d.token_ids for d in done] == model.expected
@@ -85,9 +92,7 @@ def test_prompts_are_foreseen_from_where_they_were_loaded(
         assert [bool(d.info.get("num_host_tokens")) for d in done] == [len(p) > 32 for p in model.prompts]
         node.settle()
         for engine in node.engines:
-            num_drafted, num_accepted, *lacking = drafted(engine)
-            assert num_drafted == num_accepted > 0
-            assert lacking == [0, 0]
+            check_foreseen(engine)
 
 
 def test_pages_on_disk_have_rows_of_drafts(models: Callable[[str], Model], tmp_path: Path) -> None:
@@ -99,9 +104,7 @@ def test_pages_on_disk_have_rows_of_drafts(models: Callable[[str], Model], tmp_p
             found.append([d.info.get("num_disk_tokens", 0) for d in done])
             node.settle()
             node.thread.ask(lambda tier: finish(tier.pages._disk))
-            num_drafted, num_accepted, *lacking = drafted(node.engines[0])
-            assert num_drafted == num_accepted > 0
-            assert lacking == [0, 0]
+            check_foreseen(node.engines[0])
     assert found == [[0, 0, 0], [0, 32, 288]]
 
 
@@ -115,9 +118,7 @@ def test_engines_without_a_drafter_share_its_tier(models: Callable[[str], Model]
         done = complete(drafting, model, "b")
         assert [d.info.get("num_host_tokens", 0) for d in done] == [0, 0, 0]
         node.settle()
-        num_drafted, num_accepted, *lacking = drafted(drafting)
-        assert num_drafted == num_accepted > 0
-        assert lacking == [0, 0]
+        check_foreseen(drafting)
     with Node.open(model.path, [of_itself(model), {"tp": 2}]) as node:
         drafting, plain = node.engines
         complete(drafting, model, "a")
@@ -139,9 +140,7 @@ def test_swapped_requests_are_foreseen_as_if_they_had_stayed(
         assert engine.offloading.counts["swaps"] > 0
         assert engine.offloading.counts["swaps_failed"] == 0
         node.settle()
-        num_drafted, num_accepted, *lacking = drafted(engine)
-        assert num_drafted == num_accepted > 0
-        assert lacking == [0, 0]
+        check_foreseen(engine)
     assert [one.token_ids for one in done] == [model.expected[n] for n in order]
 
 

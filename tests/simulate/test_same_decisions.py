@@ -23,7 +23,6 @@ from rayk.parallel.shard import EngineShape
 from rayk.sched.drafting import Drafter
 from rayk.sched.request_state import RequestState
 from rayk.simulate.clock import EventQueue
-from rayk.simulate.drafts import drafts_on_ranks
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.rank import StepTimer
 from rayk.simulate.tokens import SimOutput, TokenRule
@@ -179,7 +178,7 @@ def simulated(
     rule = Noted(model, real.outputs)
     timer = StepTimer(EngineCosts.flat(STEP_NS))
     engine = SimEngine(world, "prefill0", "aggregated", config, model, timer, rule, fast=False)
-    if drafter is not None and drafts_on_ranks(config):
+    if drafter is not None and config.drafts_on_ranks:
         engine.leader.proposer = drafter
     elif drafter is not None:
         engine.scheduler.drafting = make_drafting(config, engine.manager, drafter)

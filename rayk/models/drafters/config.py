@@ -89,7 +89,7 @@ def find_drafter(engine: EngineConfig, target: DecoderConfig) -> DrafterConfig |
     """Find what drafts on the ranks of an engine; None where nothing does, or n-grams do. Raises as
     drafter_of does, and Unsupported for several layers that draft in turn."""
     wanted = engine.speculative
-    if wanted is None or wanted.method == "ngram":
+    if wanted is None or not engine.drafts_on_ranks:
         return None
     drafter = drafter_of(wanted, target, engine)
     if drafter.depths > 1:
